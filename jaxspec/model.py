@@ -1,0 +1,111 @@
+"""`SpeculativeModel`: a target, its draft, and what they share; and the list of its parameters."""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxspec.config import ModelConfig
+from jaxspec.drafts.draft import Shared
+from jaxspec.drafts.nextn import NextN
+from jaxspec.execution import Execution
+from jaxspec.models.deepseek_v3 import DeepseekV3
+
+DraftKind = Literal["nextn"]
+
+OPTIONAL_DRAFT_PARAMETERS = ("draft/embed_tokens/weight", "draft/shared_head/head/weight")
+
+
+class SpeculativeModel(nnx.Module):
+    """What `generate` runs.
+
+    Attributes:
+        target: the model whose output is produced.
+        draft: what proposes tokens, or None for plain decoding.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: ModelConfig,
+        execution: Execution,
+        rngs: nnx.Rngs,
+        draft: DraftKind | None = "nextn",
+        owned: tuple[str, ...] = (),
+        zero_first_embedding: bool | None = None,
+    ):
+        self.config, self.execution, self.draft_kind = config, execution, draft
+        self.target = DeepseekV3(config=config, execution=execution, rngs=rngs)
+        self.draft = (
+            NextN(
+                config=config,
+                execution=execution,
+                rngs=rngs,
+                owns_embedding=OPTIONAL_DRAFT_PARAMETERS[0] in owned,
+                owns_head=OPTIONAL_DRAFT_PARAMETERS[1] in owned,
+                zero_first_embedding=bool(zero_first_embedding),
+            )
+            if draft == "nextn"
+            else None
+        )
+
+    @property
+    def shared(self) -> Shared:
+        """What the draft uses of the target."""
+        return Shared(self.target.embed_tokens, self.target.lm_head)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter of the tree.
+
+    Attributes:
+        shape: of the matrix or vector that it stands for.
+        dtype: what a released checkpoint stores where it does not quantize.
+        axes: logical axis of each dimension, for sharding.
+        quantizable: whether a checkpoint may store it as FP8 values with block scales.
+        optional: stored only where the checkpoint's copy differs from the target's.
+    """
+
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    axes: tuple[str | None, ...]
+    quantizable: bool
+    optional: bool
+
+
+def abstract_model(
+    config: ModelConfig,
+    execution: Execution,
+    draft: DraftKind | None,
+    owned: tuple[str, ...] = (),
+    zero_first_embedding: bool | None = None,
+) -> SpeculativeModel:
+    """The model with shapes in the place of arrays."""
+    return nnx.eval_shape(
+        lambda: SpeculativeModel(
+            config=config,
+            execution=execution,
+            rngs=nnx.Rngs(0),
+            draft=draft,
+            owned=owned,
+            zero_first_embedding=zero_first_embedding,
+        )
+    )
+
+
+def parameter_specs(config: ModelConfig, draft: DraftKind | None) -> dict[str, ParameterSpec]:
+    """Every parameter by its path, `target/layers/3/self_attn/q_b_proj/weight`; nothing is allocated."""
+    model = abstract_model(config, Execution(), draft, owned=OPTIONAL_DRAFT_PARAMETERS)
+    specs = {}
+    for keys, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        path, value = "/".join(map(str, keys)), variable.get_value()
+        specs[path] = ParameterSpec(
+            shape=value.shape,
+            dtype=value.dtype,
+            axes=variable.get_metadata("axes"),
+            quantizable=variable.get_metadata().get("quantizable", False),
+            optional=path in OPTIONAL_DRAFT_PARAMETERS,
+        )
+    return specs

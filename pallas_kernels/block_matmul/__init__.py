@@ -1,0 +1,3 @@
+from pallas_kernels.block_matmul.api import block_matmul
+
+__all__ = ["block_matmul"]

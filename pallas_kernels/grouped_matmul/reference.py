@@ -1,0 +1,88 @@
+"""What `expert_mlp` means. Every implementation is tested against this file.
+
+Work is proportional to the rows that are dispatched: rows are sorted by expert, each expert's rows
+are padded to whole tiles, and a scan visits the tiles that hold rows. An expert without rows is
+never read.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.block_matmul.reference import block_matmul
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Where each dispatched row goes.
+
+    Attributes:
+        row: int32 `[num_tiles, tile]`; the row of the flat `[T * k]` assignment in each place, or -1.
+        expert: int32 `[num_tiles]`; the expert whose rows a tile holds.
+        place: int32 `[T * k]`; the flat place of each row, or -1 where it is not dispatched.
+        num_used: int32; tiles that hold rows. They come first.
+    """
+
+    row: jax.Array
+    expert: jax.Array
+    place: jax.Array
+    num_used: jax.Array
+
+
+def tile_size(num_rows: int, num_experts: int) -> int:
+    """Rows a tile: the mean rows an expert, as a power of two from 8 to 128."""
+    mean = -(-num_rows // num_experts)
+    return min(max(8, 1 << (mean - 1).bit_length()), 128)
+
+
+def tile_rows(expert_ids, num_experts, tile) -> Tiles:
+    """Sorts the assignments `[T * k]` by expert and pads each expert to whole tiles; negative ids are left out."""
+    (num_rows,) = expert_ids.shape
+    num_tiles = min(num_rows, num_rows // tile + num_experts)
+    dispatched = expert_ids >= 0
+    experts = jnp.where(dispatched, expert_ids, num_experts)
+    counts = jnp.bincount(experts, length=num_experts + 1)[:num_experts].astype(jnp.int32)
+    last_tile = jnp.cumsum(-(-counts // tile))
+    first_tile = last_tile - -(-counts // tile)
+    # Rank among the rows of the same expert, in the order of the rows.
+    order = jnp.argsort(experts, stable=True)
+    first_row = jnp.cumsum(counts) - counts
+    sorted_experts = jnp.minimum(experts[order], num_experts - 1)
+    sorted_rank = jnp.arange(num_rows, dtype=jnp.int32) - first_row[sorted_experts]
+    sorted_place = first_tile[sorted_experts] * tile + sorted_rank
+    place = jnp.zeros(num_rows, jnp.int32).at[order].set(sorted_place)
+    place = jnp.where(dispatched, place, -1)
+    target = jnp.where(dispatched, place, num_tiles * tile)
+    row = jnp.full(num_tiles * tile, -1, jnp.int32)
+    row = row.at[target].set(jnp.arange(num_rows, dtype=jnp.int32), mode="drop")
+    expert = jnp.searchsorted(last_tile, jnp.arange(num_tiles), side="right").astype(jnp.int32)
+    expert = jnp.minimum(expert, num_experts - 1)
+    return Tiles(row.reshape(num_tiles, tile), expert, place, last_tile[-1])
+
+
+def expert_mlp(x, expert_ids, expert_weights, gate, up, down, *, quantize, scale_format):
+    """y[m] = sum over k of weight[m, k] * down_e(silu(gate_e(x[m])) * up_e(x[m])), e = expert_ids[m, k]."""
+    num_experts, (_, k) = gate.shape[0], expert_ids.shape
+    tile = tile_size(expert_ids.size, num_experts)
+    tiles = tile_rows(expert_ids.reshape(-1), num_experts, tile)
+
+    def matmul(x, w):
+        return block_matmul(x, w, out_dtype=x.dtype, quantize=quantize, scale_format=scale_format)
+
+    def run_tile(_, step):
+        index, row, expert = step
+
+        def compute():
+            x_tile = jnp.where((row >= 0)[:, None], x[jnp.maximum(row, 0) // k], 0)
+            hidden = jax.nn.silu(matmul(x_tile, gate[expert]).astype(jnp.float32))
+            hidden = (hidden * matmul(x_tile, up[expert]).astype(jnp.float32)).astype(x.dtype)
+            return matmul(hidden, down[expert])
+
+        return None, jax.lax.cond(index < tiles.num_used, compute, lambda: jnp.zeros((tile, x.shape[1]), x.dtype))
+
+    steps = (jnp.arange(tiles.expert.shape[0]), tiles.row, tiles.expert)
+    _, y = jax.lax.scan(run_tile, None, steps)
+    y = y.reshape(-1, x.shape[1])[jnp.maximum(tiles.place, 0)].astype(jnp.float32)
+    y = jnp.where((tiles.place >= 0)[:, None], y, 0).reshape(*expert_ids.shape, x.shape[1])
+    return (y * expert_weights[..., None]).sum(axis=1).astype(x.dtype)

@@ -1,0 +1,3 @@
+from pallas_kernels.quantize.api import quantize_activations
+
+__all__ = ["quantize_activations"]
