@@ -1,11 +1,13 @@
 """`SpeculativeModel`: a target, its draft, and what they share; and the list of its parameters."""
 
 import dataclasses
+import pathlib
 from typing import Literal
 
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxspec.checkpoint import Metadata
 from jaxspec.config import ModelConfig
 from jaxspec.drafts.draft import Shared
 from jaxspec.drafts.nextn import NextN
@@ -17,10 +19,19 @@ DraftKind = Literal["nextn"]
 OPTIONAL_DRAFT_PARAMETERS = ("draft/embed_tokens/weight", "draft/shared_head/head/weight")
 
 
+@dataclasses.dataclass(frozen=True)
+class Provenance:
+    """Where a model came from. All compare equal: what a program compiles to does not depend on it."""
+
+    metadata: Metadata = dataclasses.field(compare=False)
+    path: pathlib.Path = dataclasses.field(compare=False)
+
+
 class SpeculativeModel(nnx.Module):
     """What `generate` runs.
 
     Attributes:
+        provenance: set by `load`, for `save`.
         target: the model whose output is produced.
         draft: what proposes tokens, or None for plain decoding.
     """
@@ -36,6 +47,7 @@ class SpeculativeModel(nnx.Module):
         zero_first_embedding: bool | None = None,
     ):
         self.config, self.execution, self.draft_kind = config, execution, draft
+        self.provenance: Provenance | None = None
         self.target = DeepseekV3(config=config, execution=execution, rngs=rngs)
         self.draft = (
             NextN(

@@ -1,0 +1,91 @@
+"""Taking in the prompts, chunk by chunk."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from jaxspec.cache.latent import CacheOptions, LatentCache, empty_cache
+from jaxspec.decoding.sampling import Sampling
+from jaxspec.model import SpeculativeModel
+
+
+def absorb_prompts(
+    model: SpeculativeModel,
+    prompts: Int[Array, "b t"],
+    known: Int[Array, " b"],
+    page_table: Int[Array, "b pages_per_row"],
+    *,
+    num_pages: int,
+    with_draft: bool,
+    sampling: Sampling | None,
+    options: CacheOptions,
+) -> tuple[LatentCache, LatentCache | None, Int[Array, " b"], Any]:
+    """Fills the caches with the first `known` tokens of each row.
+
+    With `sampling`, the anchor that follows is the target's choice; without, it is the prompt's own
+    token at `known`, and the head is not run. Logits are computed for one position a row.
+
+    Returns:
+        The target's cache; the draft's, or None; the anchors; and what the draft proposes from.
+    """
+    draft = model.draft if with_draft else None
+    new_cache = functools.partial(
+        empty_cache,
+        num_pages=num_pages,
+        page_table=page_table,
+        options=options,
+        width=model.config.latent_dim,
+        execution=model.execution,
+    )
+    t = prompts.shape[1]
+    chunk_size = min(options.prefill_chunk, t)
+    prompts = jnp.pad(prompts, ((0, 0), (0, -t % chunk_size)))
+    last_column = prompts.shape[1] - 1
+
+    def run_chunk(start, cache, draft_cache, anchor, live):
+        tokens = jax.lax.dynamic_slice_in_dim(prompts, start, chunk_size, axis=1)
+        positions = jnp.broadcast_to(start + jnp.arange(chunk_size, dtype=jnp.int32), tokens.shape)
+        valid = positions < known[:, None]
+        logits, captured, cache = model.target.forward(
+            tokens, positions, cache, valid, "last" if sampling else None
+        )
+        if sampling:
+            ends_here = (known > start) & (known <= start + chunk_size)
+            anchor = jnp.where(ends_here, sampling.pick(logits, None), anchor)
+        if draft is not None:
+            # The draft's row t joins token t + 1; behind the last known one that is the anchor.
+            following = jnp.minimum(positions + 1, last_column)
+            next_tokens = jnp.take_along_axis(prompts, following, axis=1)
+            is_last = positions == known[:, None] - 1
+            next_tokens = jnp.where(is_last, anchor[:, None], next_tokens)
+            draft_cache, new_live = draft.absorb(
+                model.shared, draft_cache, next_tokens, positions, captured, valid
+            )
+            live = advance(new_live, live, valid.any(axis=1))
+        return cache, draft_cache, anchor, live
+
+    cache = new_cache(model.config.num_hidden_layers)
+    draft_cache = new_cache(draft.num_cache_layers) if draft is not None else None
+    anchor = jnp.take_along_axis(prompts, jnp.minimum(known, last_column)[:, None], axis=1)[:, 0]
+    # The first chunk runs outside the loop, since it gives `live` its shape.
+    carry = run_chunk(0, cache, draft_cache, anchor, None)
+    if t > chunk_size:
+        num_chunks = -(-known.max() // chunk_size)
+        carry = jax.lax.fori_loop(
+            1, num_chunks, lambda i, carry: run_chunk(i * chunk_size, *carry), carry
+        )
+    return carry
+
+
+def advance(new: Any, old: Any, advances: Bool[Array, " b"]) -> Any:
+    """A pytree of rows: `new` where a row advances, `old` elsewhere; all new where there is no old."""
+    if old is None:
+        return new
+
+    def choose(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(advances.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
+
+    return jax.tree.map(choose, new, old)

@@ -1,0 +1,150 @@
+"""Teacher-forced logits of target and draft, and one proposal: the parts of `generate`, on their own."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.cache.latent import CacheOptions, LatentCache, empty_cache, own_pages
+from jaxspec.decoding.prefill import absorb_prompts
+from jaxspec.decoding.request import Prompts, choose_num_draft_tokens, check_ids, make_request
+from jaxspec.decoding.sampling import Sampling
+from jaxspec.drafts.draft import Draft, Proposal
+from jaxspec.errors import RequestError
+from jaxspec.model import SpeculativeModel
+from jaxspec.models.deepseek_v3 import Logits
+
+
+def target_logits(model: SpeculativeModel, tokens: Int[Array, "b t"]) -> Float[Array, "b t w"]:
+    """The target's float32 logits of every position, teacher forced; row i is the law of token i + 1.
+
+    Differentiable with respect to the model's floating-point parameters.
+
+    Raises:
+        RequestError: ids outside the vocabulary, no tokens, or more than the model's context.
+    """
+    return _target_logits(model, _checked(model, tokens))[: len(tokens)]
+
+
+def draft_logits(model: SpeculativeModel, tokens: Int[Array, "b t"]) -> Float[Array, "b t_minus_1 w"]:
+    """The draft's float32 logits, teacher forced; row i is its law of token i + 2.
+
+    Raises:
+        RequestError: as `target_logits`; fewer than two tokens; a model without a draft.
+    """
+    require_draft(model, "draft_logits")
+    padded = _checked(model, tokens)
+    if padded.shape[1] < 2:
+        raise RequestError("draft_logits: one token; the draft's first row needs two")
+    return _draft_logits(model, padded)[: len(tokens)]
+
+
+def propose(
+    model: SpeculativeModel,
+    prompts: Prompts,
+    num_draft_tokens: int | None = None,
+    sampling: Sampling | None = None,
+    key: jax.Array | None = None,
+    *,
+    prompt_lengths: Any = None,
+) -> Proposal:
+    """What the draft proposes behind each prompt, whose last token is the anchor.
+
+    The draft knows the target's states of the positions before the anchor.
+
+    Raises:
+        RequestError: as `generate`; a prompt of one token, which has no state before its anchor.
+    """
+    require_draft(model, "propose")
+    g = choose_num_draft_tokens(model, num_draft_tokens)
+    if g == 0:
+        raise RequestError("propose: num_draft_tokens=0; at least 1 is needed")
+    options = CacheOptions()
+    request = make_request(model, prompts, prompt_lengths, 0, g, options)
+    lengths = request.lengths[: request.num_rows]
+    if not isinstance(lengths, jax.core.Tracer) and lengths.min() < 2:
+        raise RequestError("propose: a prompt of one token has no target state before its anchor")
+    proposal = _propose(
+        model, request.prompts, request.lengths, request.page_table,
+        num_pages=request.num_pages, num_draft_tokens=g, sampling=sampling or Sampling(), options=options,
+    )  # fmt: skip
+    return jax.tree.map(lambda x: x[: request.num_rows], proposal)
+
+
+def require_draft(model: SpeculativeModel, op: str) -> Draft:
+    """The model's draft.
+
+    Raises:
+        RequestError: it was loaded without one.
+    """
+    if model.draft is None:
+        raise RequestError(f"{op}: the model was loaded without a draft")
+    return model.draft
+
+
+@functools.partial(jax.jit, static_argnames=("num_pages", "num_draft_tokens", "sampling", "options"))
+def _propose(model, prompts, lengths, page_table, *, num_pages, num_draft_tokens, sampling, options):
+    known = lengths - 1
+    _, draft_cache, anchor, live = absorb_prompts(
+        model, prompts, known, page_table,
+        num_pages=num_pages, with_draft=True, sampling=None, options=options,
+    )  # fmt: skip
+    _, proposal = model.draft.propose(
+        model.shared, draft_cache, live, anchor, known, known > 0,
+        num_draft_tokens=num_draft_tokens, sampling=sampling, key=None,
+    )  # fmt: skip
+    return proposal
+
+
+@jax.jit
+def _target_logits(model, tokens):
+    logits, _, _ = _forward(model, tokens, "all")
+    return logits
+
+
+@jax.jit
+def _draft_logits(model, tokens):
+    _, captured, cache = _forward(model, tokens[:, :-1], None)
+    cache = _whole_cache(model, 1, *captured.shape[:2])
+    hidden, _ = model.draft.forward(
+        model.shared, cache, tokens[:, 1:], _positions(captured), captured, _all_valid(captured)
+    )
+    return model.draft.logits(model.shared, hidden)
+
+
+def _forward(model: SpeculativeModel, tokens: Int[Array, "b t"], logits: Logits):
+    """The target over whole sequences, with a cache of one page a row."""
+    cache = _whole_cache(model, model.config.num_hidden_layers, *tokens.shape)
+    return model.target.forward(tokens, _positions(tokens), cache, _all_valid(tokens), logits)
+
+
+def _whole_cache(model: SpeculativeModel, num_layers: int, b: int, t: int) -> LatentCache:
+    execution = model.execution
+    table = jnp.asarray(own_pages(b, 1, execution.num_data_shards))
+    options = CacheOptions(page_size=t)
+    return empty_cache(num_layers, b, table, options, model.config.latent_dim, execution)
+
+
+def _positions(x: jax.Array) -> Int[Array, "b t"]:
+    return jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
+
+
+def _all_valid(x: jax.Array) -> Bool[Array, "b t"]:
+    return jnp.ones(x.shape[:2], jnp.bool_)
+
+
+def _checked(model: SpeculativeModel, tokens: Any) -> jax.Array:
+    """The tokens as int32 `[b, t]`, padded to whole data shards."""
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.size == 0:
+        raise RequestError(f"tokens: {tokens.dtype}{list(tokens.shape)}; integer ids [b, t] are needed")
+    if tokens.shape[1] > model.config.max_position_embeddings:
+        raise RequestError(
+            f"tokens: {tokens.shape[1]} positions; the context is {model.config.max_position_embeddings}"
+        )
+    if not isinstance(tokens, jax.core.Tracer):
+        check_ids(tokens, model.config.vocab_size)
+    padding = -len(tokens) % model.execution.num_data_shards
+    return jnp.pad(tokens.astype(jnp.int32), ((0, padding), (0, 0)))
