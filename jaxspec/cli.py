@@ -106,3 +106,7 @@ def acceptance(stats: jaxspec.SpeculationStats, row: int, length: int) -> str:
         return f"{line}, nothing drafted"
     accepted = int(stats.accepted[row])
     return f"{line}, {accepted} of {proposed} drafted tokens accepted ({accepted / proposed:.0%})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

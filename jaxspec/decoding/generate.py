@@ -311,12 +311,13 @@ def step(
             num_draft_tokens=num_draft_tokens, sampling=sampling, key=None,
         )  # fmt: skip
         tokens = jnp.concatenate((tokens, proposal.tokens), axis=1)
-    positions = state.position[:, None] + jnp.arange(num_draft_tokens + 1, dtype=jnp.int32)
+    positions = state.position[:, None] + jnp.arange(num_draft_tokens + 1, dtype=jnp.int32)[None]
     valid = jnp.broadcast_to(active[:, None], tokens.shape)
     logits, captured, cache = model.target.forward(tokens, positions, state.cache, valid)
     chosen = sampling.pick(logits, None)
     num_accepted = count_accepted(tokens[:, 1:], chosen)
-    counts, ended = commit(chosen, num_accepted + 1, state.remaining * active, eos)
+    may_commit = jnp.where(active, state.remaining, 0)
+    counts, ended = commit(chosen, num_accepted + 1, may_commit, eos)
     remaining = state.remaining - counts
     live = state.live
     if num_draft_tokens:

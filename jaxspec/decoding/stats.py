@@ -67,11 +67,15 @@ class SpeculationStats:
         # Behind an accepted end token nothing could be committed.
         proposed = jnp.where(ended & (num_new <= num_accepted), num_new, proposed)
         places = jnp.arange(num_draft_tokens)[None]
-        on = active.astype(jnp.int32)
+        is_accepted = (places < accepted[:, None]) & active[:, None]
+
+        def of_active(counts: jax.Array) -> jax.Array:
+            return jnp.where(active, counts, 0)
+
         return SpeculationStats(
-            target_steps=self.target_steps + on,
-            proposed=self.proposed + proposed * on,
-            accepted=self.accepted + accepted * on,
-            accepted_at=self.accepted_at + (places < accepted[:, None]) * on[:, None],
-            verified=self.verified + num_new * on,
+            target_steps=self.target_steps + active.astype(jnp.int32),
+            proposed=self.proposed + of_active(proposed),
+            accepted=self.accepted + of_active(accepted),
+            accepted_at=self.accepted_at + is_accepted.astype(jnp.int32),
+            verified=self.verified + of_active(num_new),
         )

@@ -1,6 +1,6 @@
 """What `expert_mlp` means. Every implementation is tested against this file.
 
-Work is proportional to the rows that are dispatched: rows are sorted by expert, each expert's rows
+Work is proportional to the rows that are dispatched: rows are gathered by expert, each expert's rows
 are padded to whole tiles, and a scan visits the tiles that hold rows. An expert without rows is
 never read.
 """
@@ -37,26 +37,20 @@ def tile_size(num_rows: int, num_experts: int) -> int:
 
 
 def tile_rows(expert_ids, num_experts, tile) -> Tiles:
-    """Sorts the assignments `[T * k]` by expert and pads each expert to whole tiles; negative ids are left out."""
+    """Gathers the assignments `[T * k]` by expert, each padded to whole tiles; negative ids are left out."""
     (num_rows,) = expert_ids.shape
     num_tiles = min(num_rows, num_rows // tile + num_experts)
-    dispatched = expert_ids >= 0
-    experts = jnp.where(dispatched, expert_ids, num_experts)
-    counts = jnp.bincount(experts, length=num_experts + 1)[:num_experts].astype(jnp.int32)
-    last_tile = jnp.cumsum(-(-counts // tile))
-    first_tile = last_tile - -(-counts // tile)
-    # Rank among the rows of the same expert, in the order of the rows.
-    order = jnp.argsort(experts, stable=True)
-    first_row = jnp.cumsum(counts) - counts
-    sorted_experts = jnp.minimum(experts[order], num_experts - 1)
-    sorted_rank = jnp.arange(num_rows, dtype=jnp.int32) - first_row[sorted_experts]
-    sorted_place = first_tile[sorted_experts] * tile + sorted_rank
-    place = jnp.zeros(num_rows, jnp.int32).at[order].set(sorted_place)
-    place = jnp.where(dispatched, place, -1)
-    target = jnp.where(dispatched, place, num_tiles * tile)
+    # Counting instead of sorting: a row's rank is the number of earlier rows of its expert.
+    is_of = (expert_ids[:, None] == jnp.arange(num_experts)[None]).astype(jnp.int32)
+    up_to = jnp.cumsum(is_of, axis=0)
+    tiles_of = -(-up_to[-1] // tile)
+    last_tile = jnp.cumsum(tiles_of)
+    rank_and_start = up_to - 1 + (last_tile - tiles_of)[None] * tile
+    place = jnp.where(expert_ids >= 0, (is_of * rank_and_start).sum(axis=1), -1)
+    target = jnp.where(expert_ids >= 0, place, num_tiles * tile)
     row = jnp.full(num_tiles * tile, -1, jnp.int32)
     row = row.at[target].set(jnp.arange(num_rows, dtype=jnp.int32), mode="drop")
-    expert = jnp.searchsorted(last_tile, jnp.arange(num_tiles), side="right").astype(jnp.int32)
+    expert = (jnp.arange(num_tiles)[:, None] >= last_tile[None]).sum(axis=1, dtype=jnp.int32)
     expert = jnp.minimum(expert, num_experts - 1)
     return Tiles(row.reshape(num_tiles, tile), expert, place, last_tile[-1])
 

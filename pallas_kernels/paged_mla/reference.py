@@ -9,7 +9,7 @@ def gather_rows(pages, page_table, num_valid):
     _, page_size, width = pages.shape
     b, pages_per_row = page_table.shape
     rows = pages[jnp.maximum(page_table, 0)].reshape(b, pages_per_row * page_size, width)
-    written = jnp.arange(pages_per_row * page_size) < num_valid[:, None]
+    written = jnp.arange(pages_per_row * page_size)[None] < num_valid[:, None]
     # What was never written may be NaN, and 0 * NaN is NaN: it is replaced before any product.
     return jnp.where(written[..., None], rows, 0)
 
@@ -28,7 +28,7 @@ def paged_mla(q, pages, page_table, positions, *, kv_lora_rank, softmax_scale):
     rows = gather_rows(pages, page_table, positions.max(axis=1) + 1).astype(q.dtype)
     exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
     scores = jnp.einsum("bthx,bsx->bhts", q, rows, **exact) * softmax_scale
-    visible = jnp.arange(rows.shape[1]) <= positions[:, None, :, None]
+    visible = jnp.arange(rows.shape[1])[None, None, None] <= positions[:, None, :, None]
     weights = masked_softmax(scores, visible).astype(q.dtype)
     out = jnp.einsum("bhts,bsc->bthc", weights, rows[..., :kv_lora_rank], **exact)
     return out.astype(q.dtype)
