@@ -16,7 +16,7 @@ import jaxspec
 def generate_and_score(
     model: jaxspec.SpeculativeModel, prompts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Continues equally long prompts `[b, t]`; returns the tokens and their mean log-probability."""
+    """Continues prompts `[b, t]` of one length; returns tokens and their mean log-probability."""
     result = jaxspec.generate(model, prompts, max_new_tokens=32, eos_token_ids=())
     text = jnp.concatenate([prompts, result.tokens], axis=1)
     logits = jaxspec.target_logits(model, text)[:, prompts.shape[1] - 1 : -1]

@@ -41,15 +41,15 @@ CONFIG = {
     "kv_lora_rank": 128,
     "max_position_embeddings": 4096,
     "model_type": "deepseek_v3",
-    "moe_intermediate_size": 256,
+    "moe_intermediate_size": 64,
     "moe_layer_freq": 1,
     "n_group": 2,
     "n_routed_experts": 4,
-    "n_shared_experts": 1,
+    "n_shared_experts": 4,
     "norm_topk_prob": True,
     "num_attention_heads": 8,
     "num_experts_per_tok": 2,
-    "num_hidden_layers": 16,
+    "num_hidden_layers": 12,
     "num_key_value_heads": 8,
     "num_nextn_predict_layers": 1,
     "q_lora_rank": 128,
@@ -78,7 +78,7 @@ CONFIG = {
 DISTURBANCE = 0.01  # norm of what a sublayer adds to an embedding of norm 1, roughly
 
 
-def write(folder: Path, *, num_hidden_layers: int = 16, num_shards: int = 3) -> Path:
+def write(folder: Path, *, num_hidden_layers: int = 12, num_shards: int = 3) -> Path:
     """Writes config, tokenizer, safetensors shards and their index into a new folder."""
     config = {**CONFIG, "num_hidden_layers": num_hidden_layers}
     folder.mkdir(parents=True)
@@ -196,9 +196,10 @@ def decoder_layer(
     yield matrix("mlp.gate", config["n_routed_experts"], width)
     bias = rng.normal(0.0, 0.01, config["n_routed_experts"]).astype(np.float32)
     yield f"{prefix}.mlp.gate.e_score_correction_bias", bias
-    yield from mlp("mlp.shared_experts", config["moe_intermediate_size"])
+    hidden = config["moe_intermediate_size"]
+    yield from mlp("mlp.shared_experts", hidden * config["n_shared_experts"])
     for expert in range(config["n_routed_experts"]):
-        yield from mlp(f"mlp.experts.{expert}", config["moe_intermediate_size"])
+        yield from mlp(f"mlp.experts.{expert}", hidden)
 
 
 def bf16(values: np.ndarray) -> np.ndarray:
