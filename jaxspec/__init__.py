@@ -1,4 +1,4 @@
-"""Speculative decoding for DeepSeek models: load a checkpoint, generate with its own draft, losslessly."""
+"""Lossless speculative decoding for DeepSeek models, each with the draft of its own checkpoint."""
 
 from jaxspec.cache.latent import CacheOptions
 from jaxspec.decoding.generate import Chunk, Result, generate, stream

@@ -50,13 +50,15 @@ class Metadata:
         version = values.get("format_version")
         if not isinstance(version, int) or version > FORMAT_VERSION:
             raise CheckpointError(
-                f"{where}: checkpoint format {version} is newer than {FORMAT_VERSION}, the newest this jaxspec reads; "
-                "update jaxspec"
+                f"{where}: checkpoint format {version} is newer than {FORMAT_VERSION}, "
+                "the newest that this jaxspec reads; update jaxspec"
             )
         names = [field.name for field in dataclasses.fields(cls)]
         missing = [name for name in names if name not in values]
         if missing:
-            raise CheckpointError(f"{where}: the checkpoint's metadata lacks {missing[0]!r}; convert it again")
+            raise CheckpointError(
+                f"{where}: the checkpoint's metadata lacks {missing[0]!r}; convert it again"
+            )
         return cls(**{name: values[name] for name in names})
 
 
@@ -77,15 +79,17 @@ def read(path: str | pathlib.Path) -> tuple[Metadata, dict[str, Leaf]]:
     path = pathlib.Path(path)
     _refuse_what_is_not_a_checkpoint(path)
     try:
-        stored = ocp.metadata(path)
+        stored = ocp.metadata(str(path))
     except Exception as error:  # Orbax raises many kinds for a damaged folder.
-        raise CheckpointError(f"{path}: the checkpoint cannot be read: {first_line(error)}") from error
-    values = (stored.custom_metadata or {}) if isinstance(stored.custom_metadata, dict) else {}
-    if METADATA_KEY not in values:
+        raise CheckpointError(
+            f"{path}: the checkpoint cannot be read: {first_line(error)}"
+        ) from error
+    custom: Any = stored.custom_metadata
+    if not isinstance(custom, dict) or METADATA_KEY not in custom:
         raise CheckpointError(f"{path}: an Orbax checkpoint, but not one that jaxspec wrote")
     leaves: dict[str, Leaf] = {}
     _collect(stored.metadata, "", leaves)
-    return Metadata.from_json(values[METADATA_KEY], path), leaves
+    return Metadata.from_json(custom[METADATA_KEY], path), leaves
 
 
 def read_metadata(path: str | pathlib.Path) -> Metadata:
@@ -101,7 +105,7 @@ def first_line(error: BaseException) -> str:
 def _refuse_what_is_not_a_checkpoint(path: pathlib.Path) -> None:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
-    if ocp.is_orbax_checkpoint(path):
+    if ocp.is_orbax_checkpoint(str(path)):
         return
     if (path / "config.json").is_file():
         raise CheckpointError(

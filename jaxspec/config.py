@@ -13,10 +13,62 @@ from jaxspec.errors import ConfigError
 
 # Keys that do not change what the model computes.
 IGNORED_KEYS = frozenset(
-    "architectures attention_dropout auto_map aux_loss_alpha bos_token_id ep_size head_dim initializer_range "
-    "num_local_experts output_router_logits pretraining_tp qk_head_dim rope_interleave seq_aux "
-    "transformers_version use_cache model_type dtype torch_dtype num_key_value_heads eos_token_id "
-    "pad_token_id rope_theta rope_parameters rope_scaling num_mtp_layers".split()
+    [
+        "attention_dropout",
+        "auto_map",
+        "aux_loss_alpha",
+        "bos_token_id",
+        "ep_size",
+        "head_dim",
+        "initializer_range",
+        "num_local_experts",
+        "output_router_logits",
+        "pretraining_tp",
+        "qk_head_dim",
+        "seq_aux",
+        "transformers_version",
+        "use_cache",
+    ]
+)
+# Keys that are read one by one below.
+READ_KEYS = frozenset(
+    [
+        "architectures",
+        "dtype",
+        "eos_token_id",
+        "model_type",
+        "num_key_value_heads",
+        "num_mtp_layers",
+        "num_nextn_predict_layers",
+        "pad_token_id",
+        "q_lora_rank",
+        "quantization_config",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "routed_scaling_factor",
+        "torch_dtype",
+    ]
+)
+INTEGER_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "n_group",
+    "topk_group",
+    "first_k_dense_replace",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "max_position_embeddings",
 )
 # Keys of which one value is honoured. A missing key means that value.
 REQUIRED_VALUES: Mapping[str, Any] = {
@@ -153,15 +205,18 @@ class ModelConfig:
         """Refuses sizes that contradict one another."""
         if self.n_routed_experts % self.n_group:
             raise ConfigError(
-                f"config.json: n_routed_experts={self.n_routed_experts} is not a multiple of n_group={self.n_group}"
+                f"config.json: n_routed_experts={self.n_routed_experts} is not a multiple of "
+                f"n_group={self.n_group}"
             )
         if self.topk_group > self.n_group:
-            raise ConfigError(f"config.json: topk_group={self.topk_group} exceeds n_group={self.n_group}")
+            raise ConfigError(
+                f"config.json: topk_group={self.topk_group} exceeds n_group={self.n_group}"
+            )
         routable = self.topk_group * (self.n_routed_experts // self.n_group)
         if self.num_experts_per_tok > routable:
             raise ConfigError(
-                f"config.json: num_experts_per_tok={self.num_experts_per_tok} exceeds the {routable} experts "
-                f"of topk_group={self.topk_group} groups"
+                f"config.json: num_experts_per_tok={self.num_experts_per_tok} exceeds the "
+                f"{routable} experts of topk_group={self.topk_group} groups"
             )
         if self.qk_rope_head_dim % 2:
             raise ConfigError(f"config.json: qk_rope_head_dim={self.qk_rope_head_dim} is odd")
@@ -197,18 +252,6 @@ class ModelConfig:
         return layer >= self.first_k_dense_replace
 
 
-INTEGER_FIELDS = tuple(
-    "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads "
-    "n_routed_experts n_shared_experts num_experts_per_tok n_group topk_group first_k_dense_replace "
-    "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim max_position_embeddings".split()
-)
-READ_KEYS = frozenset(
-    (*INTEGER_FIELDS, *REQUIRED_VALUES, *IGNORED_KEYS)
-    + ("num_nextn_predict_layers", "q_lora_rank", "rms_norm_eps", "routed_scaling_factor")
-    + ("quantization_config",)
-)
-
-
 def check_family(hf: Mapping[str, Any]) -> None:
     """Refuses a config of a model that this package does not run.
 
@@ -218,11 +261,13 @@ def check_family(hf: Mapping[str, Any]) -> None:
     model_type, architectures = hf.get("model_type"), hf.get("architectures") or ARCHITECTURES
     if model_type not in MODEL_TYPES:
         raise ConfigError(
-            f"config.json: model_type={model_type!r} is not supported; one of {', '.join(MODEL_TYPES)} is"
+            f"config.json: model_type={model_type!r} is not supported; "
+            f"one of {', '.join(MODEL_TYPES)} is"
         )
     if not set(architectures) & set(ARCHITECTURES):
         raise ConfigError(
-            f"config.json: architectures={list(architectures)} is not supported; {ARCHITECTURES[0]} is"
+            f"config.json: architectures={list(architectures)} is not supported; "
+            f"{ARCHITECTURES[0]} is"
         )
 
 
@@ -230,7 +275,9 @@ def _integer(hf: Mapping[str, Any], key: str) -> int:
     value = hf.get(key)
     smallest = 0 if key == "first_k_dense_replace" else 1
     if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-        raise ConfigError(f"config.json: {key}={value!r}; an integer of at least {smallest} is needed")
+        raise ConfigError(
+            f"config.json: {key}={value!r}; an integer of at least {smallest} is needed"
+        )
     return value
 
 
@@ -245,15 +292,19 @@ def _num_nextn_layers(hf: Mapping[str, Any]) -> int:
     # transformers 5 writes num_mtp_layers.
     count = hf.get("num_nextn_predict_layers", hf.get("num_mtp_layers")) or 0
     if count not in (0, 1):
-        raise ConfigError(f"config.json: num_nextn_predict_layers={count!r}; only 0 or 1 NextN layer is supported")
+        raise ConfigError(
+            f"config.json: num_nextn_predict_layers={count!r}; only 0 or 1 NextN layer is supported"
+        )
     return int(count)
 
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, Yarn | None]:
-    """The rotary base and its YaRN: `rope_theta` + `rope_scaling`, or transformers 5's `rope_parameters`."""
+    """The rotary base and its YaRN, from `rope_scaling` or transformers 5's `rope_parameters`."""
     newer = hf.get("rope_parameters") or {}
     scaling = hf.get("rope_scaling") or newer
-    theta = _number({"rope_theta": newer.get("rope_theta", hf.get("rope_theta", 10000.0))}, "rope_theta")
+    theta = _number(
+        {"rope_theta": newer.get("rope_theta", hf.get("rope_theta", 10000.0))}, "rope_theta"
+    )
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return theta, None
@@ -265,7 +316,9 @@ def _rope(hf: Mapping[str, Any]) -> tuple[float, Yarn | None]:
             raise ConfigError(f"config.json: rope_scaling.{key}={value!r} is not supported")
     values = {name: _number(scaling, name) for name in names if scaling.get(name) is not None}
     if "factor" not in values or "original_max_position_embeddings" not in values:
-        raise ConfigError("config.json: rope_scaling lacks factor or original_max_position_embeddings")
+        raise ConfigError(
+            "config.json: rope_scaling lacks factor or original_max_position_embeddings"
+        )
     original = int(values.pop("original_max_position_embeddings"))
     return theta, Yarn(original_max_position_embeddings=original, **values)
 
@@ -274,18 +327,28 @@ def _quantization(hf: Mapping[str, Any]) -> Quantization | None:
     values = hf.get("quantization_config")
     if values is None:
         return None
-    if "NVFP4" in str(values.get("quant_algo", "")).upper() or values.get("quant_method") == "nvfp4":
+    if (
+        "NVFP4" in str(values.get("quant_algo", "")).upper()
+        or values.get("quant_method") == "nvfp4"
+    ):
         return Quantization(method="nvfp4")
-    honoured = {"quant_method": ("fp8",), "fmt": ("e4m3", None), "activation_scheme": ("dynamic", None)}
+    honoured = {
+        "quant_method": ("fp8",),
+        "fmt": ("e4m3", None),
+        "activation_scheme": ("dynamic", None),
+    }
     honoured["scale_fmt"] = ("ue8m0", "float32", None)
     for key, allowed in honoured.items():
         if values.get(key) not in allowed:
             raise ConfigError(
-                f"config.json: quantization_config.{key}={values.get(key)!r} is not supported; {allowed[0]!r} is"
+                f"config.json: quantization_config.{key}={values.get(key)!r} is not supported; "
+                f"{allowed[0]!r} is"
             )
     block = values.get("weight_block_size") or (128, 128)
     if len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
-        raise ConfigError(f"config.json: quantization_config.weight_block_size={block!r}; two sizes are needed")
+        raise ConfigError(
+            f"config.json: quantization_config.weight_block_size={block!r}; two sizes are needed"
+        )
     return Quantization(
         weight_block_size=(block[0], block[1]),
         scale_fmt="ue8m0" if values.get("scale_fmt") == "ue8m0" else "float32",
@@ -296,7 +359,9 @@ def _dtype(hf: Mapping[str, Any]) -> str:
     # transformers 5 writes dtype.
     name = hf.get("dtype") or hf.get("torch_dtype") or "bfloat16"
     if name not in DTYPES:
-        raise ConfigError(f"config.json: torch_dtype={name!r} is not supported; one of {', '.join(DTYPES)} is")
+        raise ConfigError(
+            f"config.json: torch_dtype={name!r} is not supported; one of {', '.join(DTYPES)} is"
+        )
     return name
 
 
@@ -312,4 +377,5 @@ def _special_tokens(
 
 
 def _unknown_keys(hf: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(sorted(key for key in hf if key not in READ_KEYS and not key.startswith("_")))
+    known = READ_KEYS | IGNORED_KEYS | REQUIRED_VALUES.keys() | set(INTEGER_FIELDS)
+    return tuple(sorted(key for key in hf if key not in known and not key.startswith("_")))

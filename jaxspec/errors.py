@@ -1,4 +1,4 @@
-"""What a user can get wrong, by kind. Commands print the message as one line; programs catch the class."""
+"""What a user can get wrong, by kind. Commands print the message; programs catch the class."""
 
 
 class JaxspecError(ValueError):

@@ -1,4 +1,4 @@
-"""How a model is run, as opposed to what it is: dtype, activation quantization, implementation, mesh."""
+"""How a model is run, as opposed to what it is: dtype, activations, implementation, mesh."""
 
 import dataclasses
 from typing import Literal
@@ -36,4 +36,6 @@ class Execution:
         """`fn` run on each device's shards; `fn` itself where there is no mesh."""
         if self.mesh is None:
             return fn
-        return jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.shard_map(
+            fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )

@@ -84,23 +84,29 @@ def load(
 
 
 def save(path: str | pathlib.Path, model: SpeculativeModel) -> None:
-    """Writes a checkpoint that `load` reads. On several hosts, all call this with one shared folder.
+    """Writes a checkpoint that `load` reads; on several hosts, all call this.
 
     The folder appears under its name when it is complete, so what an interrupted save leaves behind
     never restores.
 
     Raises:
-        CheckpointError: `path` exists, its parent is not shared by all hosts, or it cannot be written.
+        CheckpointError: `path` exists or cannot be written, its parent is not shared by all hosts,
+            or the model was not loaded.
     """
     path = pathlib.Path(path).absolute()
     if path.exists():
         raise CheckpointError(f"{path}: exists already; remove it or choose another name")
+    if model.provenance is None:
+        raise CheckpointError(f"{path}: only a model that was loaded can be saved")
     _check_shared(path)
+    metadata: dict[str, Any] = {checkpoint.METADATA_KEY: model.provenance.metadata.to_json()}
     staging = path.with_name(f".{path.name}.saving")
-    metadata = model.provenance.metadata
     try:
         ocp.save(
-            staging, _to_tree(model), custom_metadata={checkpoint.METADATA_KEY: metadata.to_json()}, overwrite=True
+            str(staging),
+            _to_tree(model),
+            custom_metadata=metadata,
+            overwrite=True,
         )
         if jax.process_index() == 0:
             hf_files = model.provenance.path / checkpoint.HF_FILES
@@ -108,12 +114,17 @@ def save(path: str | pathlib.Path, model: SpeculativeModel) -> None:
                 shutil.copytree(hf_files, staging / checkpoint.HF_FILES)
             staging.rename(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written: {checkpoint.first_line(error)}") from error
+        raise CheckpointError(
+            f"{path}: cannot be written: {checkpoint.first_line(error)}"
+        ) from error
     _wait_for_all("jaxspec.save")
 
 
 def check_parameters(
-    specs: dict[str, ParameterSpec], leaves: dict[str, Leaf], block_shape: tuple[int, int], path: pathlib.Path
+    specs: dict[str, ParameterSpec],
+    leaves: dict[str, Leaf],
+    block_shape: tuple[int, int],
+    path: pathlib.Path,
 ) -> None:
     """Refuses a tree that is not exactly the model's.
 
@@ -133,7 +144,9 @@ def check_parameters(
             _check_leaf(leaf_name, leaves[leaf_name], spec, block_shape, path)
     unknown = sorted(leaves.keys() - expected)
     if unknown:
-        raise CheckpointError(f"{path}: parameter {unknown[0]} is not one of this model ({len(unknown)} unknown)")
+        raise CheckpointError(
+            f"{path}: parameter {unknown[0]} is not one of this model ({len(unknown)} unknown)"
+        )
 
 
 def _check_leaf(
@@ -148,7 +161,8 @@ def _check_leaf(
         raise CheckpointError(f"{path}: parameter {name} has shape {leaf.shape}; {shape} is needed")
     if jnp.dtype(leaf.dtype).name not in dtypes:
         raise CheckpointError(
-            f"{path}: parameter {name} is stored as {jnp.dtype(leaf.dtype).name}; one of {dtypes} is needed"
+            f"{path}: parameter {name} is stored as {jnp.dtype(leaf.dtype).name}; "
+            f"one of {dtypes} is needed"
         )
 
 
@@ -171,7 +185,9 @@ def _compute_dtype(dtype: Any, config: ModelConfig) -> jnp.dtype:
 
 def _available(kernels: Kernels) -> Kernels:
     if kernels not in ("auto", "reference"):
-        raise NotImplementedError(f"load: kernels={kernels!r} is not available; use 'auto' or 'reference'")
+        raise NotImplementedError(
+            f"load: kernels={kernels!r} is not available; use 'auto' or 'reference'"
+        )
     return kernels
 
 
@@ -191,7 +207,9 @@ def _parameter(leaf_name: str) -> str:
     return leaf_name.removesuffix("/values").removesuffix("/scales")
 
 
-def _check_memory(leaves: dict[str, Leaf], shardings: dict[str, Sharding], path: pathlib.Path) -> None:
+def _check_memory(
+    leaves: dict[str, Leaf], shardings: dict[str, Sharding], path: pathlib.Path
+) -> None:
     needed = sum(
         math.prod(shardings[name].shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
         for name, leaf in leaves.items()
@@ -200,13 +218,13 @@ def _check_memory(leaves: dict[str, Leaf], shardings: dict[str, Sharding], path:
     available = available_bytes(device)
     if available is not None and needed > available:
         raise CapacityError(
-            f"{path}: the weights need {needed} bytes on each device and {available} are free on {device}; "
-            "use a mesh with a larger 'model' axis"
+            f"{path}: the weights need {needed} bytes on each device and {available} are free "
+            f"on {device}; use a mesh with a larger 'model' axis"
         )
 
 
-def available_bytes(device: jax.Device) -> int | None:
-    """Free memory of a device, or None where it cannot be told. Virtual CPU devices share the host's."""
+def available_bytes(device: Any) -> int | None:
+    """Free memory of a device, or None where it cannot be told; CPU devices share the host's."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
@@ -232,7 +250,7 @@ def _read_arrays(
     context.pytree.loading.partial_load = True
     try:
         with context:
-            tree = ocp.load(path, abstract)
+            tree = ocp.load(str(path), abstract)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {checkpoint.first_line(error)}") from error
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -284,4 +302,6 @@ def _check_shared(path: pathlib.Path) -> None:
     if jax.process_index() == 0:
         marker.unlink()
     if not seen.all():
-        raise CheckpointError(f"{path}: its parent is not a folder that all hosts share; save to shared storage")
+        raise CheckpointError(
+            f"{path}: its parent is not a folder that all hosts share; save to shared storage"
+        )

@@ -21,7 +21,7 @@ OPTIONAL_DRAFT_PARAMETERS = ("draft/embed_tokens/weight", "draft/shared_head/hea
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
-    """Where a model came from. All compare equal: what a program compiles to does not depend on it."""
+    """Where a model came from. All compare equal, since no compiled program depends on it."""
 
     metadata: Metadata = dataclasses.field(compare=False)
     path: pathlib.Path = dataclasses.field(compare=False)
@@ -108,7 +108,7 @@ def abstract_model(
 
 
 def parameter_specs(config: ModelConfig, draft: DraftKind | None) -> dict[str, ParameterSpec]:
-    """Every parameter by its path, `target/layers/3/self_attn/q_b_proj/weight`; nothing is allocated."""
+    """Every parameter by its path, as `target/layers/3/self_attn/q_b_proj/weight`."""
     model = abstract_model(config, Execution(), draft, owned=OPTIONAL_DRAFT_PARAMETERS)
     specs = {}
     for keys, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):

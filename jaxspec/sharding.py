@@ -29,7 +29,9 @@ def rebuild_mesh(mesh: Mesh | None) -> Mesh | None:
         return None
     unknown = [name for name in mesh.axis_names if name not in MESH_AXES]
     if unknown:
-        raise MeshError(f"mesh: axis {unknown[0]!r} is not known; use {' and '.join(map(repr, MESH_AXES))}")
+        raise MeshError(
+            f"mesh: axis {unknown[0]!r} is not known; use {' and '.join(map(repr, MESH_AXES))}"
+        )
     order = [mesh.axis_names.index(name) for name in MESH_AXES if name in mesh.axis_names]
     sizes = [mesh.shape.get(name, 1) for name in MESH_AXES]
     devices = np.transpose(mesh.devices, order).reshape(sizes)
@@ -53,14 +55,15 @@ def check_divides(name: str, sizes: dict[str, int], mesh: Mesh | None) -> None:
         mesh_axis = LOGICAL_TO_MESH.get(axis)
         if mesh_axis and size % mesh.shape[mesh_axis]:
             raise MeshError(
-                f"mesh: axis {mesh_axis!r} of size {mesh.shape[mesh_axis]} does not divide {name} ({size} {axis})"
+                f"mesh: axis {mesh_axis!r} of size {mesh.shape[mesh_axis]} does not divide "
+                f"{name} ({size} {axis})"
             )
 
 
 def parameter_sharding(
     shape: tuple[int, ...], axes: tuple[str | None, ...], mesh: Mesh | None
 ) -> jax.sharding.Sharding | None:
-    """How an array with these logical axes lies on the mesh; whole on the default device without one.
+    """How an array with these logical axes lies on the mesh, or None without one.
 
     A dimension that the mesh does not divide stays whole. For parameters `check_divides` has
     refused that before; it happens to the scales of a matrix that is cut inside a block.
@@ -68,7 +71,10 @@ def parameter_sharding(
     if mesh is None:
         return None
     spec = [LOGICAL_TO_MESH.get(axis) if axis else None for axis in axes]
-    cut = [name if name and size % mesh.shape[name] == 0 else None for name, size in zip(spec, shape, strict=True)]
+    cut = [
+        name if name and size % mesh.shape[name] == 0 else None
+        for name, size in zip(spec, shape, strict=True)
+    ]
     return NamedSharding(mesh, PartitionSpec(*cut))
 
 

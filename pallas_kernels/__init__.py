@@ -1,1 +1,1 @@
-"""Operations on arrays and `QuantizedTensor`s, usable without jaxspec. Each has a plain reference beside it."""
+"""Operations on arrays and `QuantizedTensor`s, each with a plain reference; needs no jaxspec."""

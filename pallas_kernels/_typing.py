@@ -1,4 +1,4 @@
-"""Checked types: `@typechecked` compares each call with its jaxtyping annotations, at trace time only."""
+"""Checked types: `@typechecked` holds a call to its jaxtyping annotations, at trace time only."""
 
 from typing import Literal
 

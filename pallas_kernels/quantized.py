@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,8 @@ class QuantizedTensor:
 
     Attributes:
         values: float8_e4m3fn `[..., n, k]`.
-        scales: float32 or float8_e8m0fnu `[..., ceil(n / block_shape[0]), ceil(k / block_shape[1])]`;
-            a scale **multiplies** the stored value (DeepSeek-V3's `weight_scale_inv`).
+        scales: float32 or float8_e8m0fnu `[..., ceil(n / rows), ceil(k / columns)]`; a scale
+            **multiplies** the stored value (DeepSeek-V3's `weight_scale_inv`).
         block_shape: rows and columns of a block.
     """
 
@@ -61,7 +62,7 @@ def scales_shape(shape: tuple[int, ...], block_shape: tuple[int, int]) -> tuple[
     return (*lead, -(-n // block_shape[0]), -(-k // block_shape[1]))
 
 
-def dequantize(w: QuantizedTensor, dtype=jnp.float32) -> jax.Array:
+def dequantize(w: QuantizedTensor, dtype=jnp.float32) -> Any:
     """Value times the scale of its block, multiplied in float32 and rounded once to `dtype`.
 
     Works on JAX and on NumPy arrays alike, and returns the kind it was given.

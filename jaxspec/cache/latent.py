@@ -1,8 +1,8 @@
 """The paged latent cache: a pool of pages a layer, and one table that gives each row its pages.
 
-State is addressed by position. Position p of row b lies in page `page_table[b, p // page_size]`, slot
-`p % page_size`; how many positions are valid is one integer a row, held by the decoding loop. What a
-rejected token wrote lies past that length and is overwritten before it can be read.
+State is addressed by position. Position p of row b lies in page `page_table[b, p // page_size]`,
+slot `p % page_size`; how many positions are valid is one integer a row, held by the decoding loop.
+What a rejected token wrote lies past that length and is overwritten before it can be read.
 """
 
 import dataclasses
@@ -35,7 +35,9 @@ class LatentCache:
 
     def with_layer(self, layer: int, pages: jax.Array) -> "LatentCache":
         """The cache after a layer has written its rows."""
-        return dataclasses.replace(self, pages=(*self.pages[:layer], pages, *self.pages[layer + 1 :]))
+        return dataclasses.replace(
+            self, pages=(*self.pages[:layer], pages, *self.pages[layer + 1 :])
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,9 @@ class CacheOptions:
     def __post_init__(self):
         for name in ("page_size", "prefill_chunk"):
             if getattr(self, name) < 1:
-                raise CapacityError(f"CacheOptions: {name}={getattr(self, name)}; at least 1 is needed")
+                raise CapacityError(
+                    f"CacheOptions: {name}={getattr(self, name)}; at least 1 is needed"
+                )
 
 
 def pages_needed(num_positions: int, page_size: int) -> int:
@@ -82,7 +86,8 @@ class PageAllocator:
     def __init__(self, num_pages: int, num_data_shards: int = 1):
         if num_pages < 1 or num_pages % num_data_shards:
             raise CapacityError(
-                f"page pool: num_pages={num_pages}; a positive multiple of the {num_data_shards} data shards is needed"
+                f"page pool: num_pages={num_pages}; a positive multiple of the {num_data_shards} "
+                "data shards is needed"
             )
         pages = num_pages // num_data_shards
         self._free = [list(range(pages - 1, -1, -1)) for _ in range(num_data_shards)]

@@ -22,14 +22,14 @@ def absorb_prompts(
     with_draft: bool,
     sampling: Sampling | None,
     options: CacheOptions,
-) -> tuple[LatentCache, LatentCache | None, Int[Array, " b"], Any]:
+) -> tuple[LatentCache, tuple[LatentCache, Any] | None, Int[Array, " b"]]:
     """Fills the caches with the first `known` tokens of each row.
 
     With `sampling`, the anchor that follows is the target's choice; without, it is the prompt's own
     token at `known`, and the head is not run. Logits are computed for one position a row.
 
     Returns:
-        The target's cache; the draft's, or None; the anchors; and what the draft proposes from.
+        The target's cache; the draft's and what it proposes from, or None; and the anchors.
     """
     draft = model.draft if with_draft else None
     new_cache = functools.partial(
@@ -45,7 +45,7 @@ def absorb_prompts(
     prompts = jnp.pad(prompts, ((0, 0), (0, -t % chunk_size)))
     last_column = prompts.shape[1] - 1
 
-    def run_chunk(start, cache, draft_cache, anchor, live):
+    def run_chunk(start, cache, drafting, anchor):
         tokens = jax.lax.dynamic_slice_in_dim(prompts, start, chunk_size, axis=1)
         positions = jnp.broadcast_to(start + jnp.arange(chunk_size, dtype=jnp.int32), tokens.shape)
         valid = positions < known[:, None]
@@ -61,17 +61,18 @@ def absorb_prompts(
             next_tokens = jnp.take_along_axis(prompts, following, axis=1)
             is_last = positions == known[:, None] - 1
             next_tokens = jnp.where(is_last, anchor[:, None], next_tokens)
+            draft_cache, live = drafting
             draft_cache, new_live = draft.absorb(
                 model.shared, draft_cache, next_tokens, positions, captured, valid
             )
-            live = advance(new_live, live, valid.any(axis=1))
-        return cache, draft_cache, anchor, live
+            drafting = draft_cache, advance(new_live, live, valid.any(axis=1))
+        return cache, drafting, anchor
 
     cache = new_cache(model.config.num_hidden_layers)
-    draft_cache = new_cache(draft.num_cache_layers) if draft is not None else None
+    drafting = None if draft is None else (new_cache(draft.num_cache_layers), None)
     anchor = jnp.take_along_axis(prompts, jnp.minimum(known, last_column)[:, None], axis=1)[:, 0]
-    # The first chunk runs outside the loop, since it gives `live` its shape.
-    carry = run_chunk(0, cache, draft_cache, anchor, None)
+    # The first chunk runs outside the loop, since it gives the draft's `live` its shape.
+    carry = run_chunk(0, cache, drafting, anchor)
     if t > chunk_size:
         num_chunks = -(-known.max() // chunk_size)
         carry = jax.lax.fori_loop(
@@ -81,7 +82,7 @@ def absorb_prompts(
 
 
 def advance(new: Any, old: Any, advances: Bool[Array, " b"]) -> Any:
-    """A pytree of rows: `new` where a row advances, `old` elsewhere; all new where there is no old."""
+    """A pytree of rows: `new` where a row advances, else `old`; all new where there is no old."""
     if old is None:
         return new
 

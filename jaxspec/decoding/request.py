@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxspec.cache.latent import CacheOptions, PageAllocator, own_pages, pages_needed
 from jaxspec.config import ModelConfig
@@ -20,7 +21,7 @@ SMALLEST_BUCKET = 16
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A decoding call, ready to run. Sizes are buckets, so that calls of like sizes share a program.
+    """A decoding call, ready to run. Sizes are buckets, so that similar calls share a program.
 
     Attributes:
         prompts: int32 `[b, bucket]`, b a multiple of the data shards.
@@ -61,8 +62,8 @@ def make_request(
     """Checks and lays out a decoding call.
 
     Raises:
-        RequestError: prompts that are empty, too long or hold ids outside the vocabulary; a negative
-            budget; more draft tokens than zero without a draft.
+        RequestError: prompts that are empty, too long or hold ids outside the vocabulary; a
+            negative budget; more draft tokens than zero without a draft.
         CapacityError: `cache.num_pages` do not hold the rows.
     """
     if max_new_tokens < 0:
@@ -75,10 +76,15 @@ def make_request(
     pages_per_row = pages_needed(tokens.shape[1] + new_bucket + g + 1, cache.page_size)
     shards = model.execution.num_data_shards
     if cache.num_pages is None:
-        table, num_pages = own_pages(len(tokens), pages_per_row, shards), len(tokens) * pages_per_row
+        table, num_pages = (
+            own_pages(len(tokens), pages_per_row, shards),
+            len(tokens) * pages_per_row,
+        )
     else:
-        if isinstance(lengths, jax.core.Tracer):
-            raise RequestError("CacheOptions.num_pages needs concrete prompt lengths; leave it None under jit")
+        if isinstance(lengths, Tracer):
+            raise RequestError(
+                "CacheOptions.num_pages needs concrete prompt lengths; leave it None under jit"
+            )
         ends = np.asarray(lengths) + np.where(np.arange(len(tokens)) < num_rows, max_new_tokens, 0)
         needed = [pages_needed(int(end) + g + 1, cache.page_size) for end in ends]
         num_pages = cache.num_pages
@@ -103,7 +109,9 @@ def choose_num_draft_tokens(model: SpeculativeModel, num_draft_tokens: int | Non
     if num_draft_tokens < 0:
         raise RequestError(f"num_draft_tokens={num_draft_tokens}; 0 or more is needed")
     if num_draft_tokens and model.draft is None:
-        raise RequestError(f"num_draft_tokens={num_draft_tokens}, but the model was loaded without a draft")
+        raise RequestError(
+            f"num_draft_tokens={num_draft_tokens}, but the model was loaded without a draft"
+        )
     return num_draft_tokens
 
 
@@ -115,7 +123,9 @@ def pad_prompts(prompts: Prompts, prompt_lengths: Any, config: ModelConfig) -> t
     """
     if isinstance(prompts, np.ndarray | jax.Array):
         if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
-            raise RequestError(f"prompts: {prompts.dtype}{list(prompts.shape)}; integer ids [b, t] are needed")
+            raise RequestError(
+                f"prompts: {prompts.dtype}{list(prompts.shape)}; integer ids [b, t] are needed"
+            )
         b, t = prompts.shape
         lengths = jnp.full(b, t) if prompt_lengths is None else prompt_lengths
     else:
@@ -124,15 +134,21 @@ def pad_prompts(prompts: Prompts, prompt_lengths: Any, config: ModelConfig) -> t
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         b, t = len(prompts), int(lengths.max(initial=0))
     if b == 0 or t == 0:
-        raise RequestError(f"prompts: {b} rows of {t} tokens; at least one row of one token is needed")
-    if any(isinstance(x, jax.core.Tracer) for x in (prompts, lengths)):
+        raise RequestError(
+            f"prompts: {b} rows of {t} tokens; at least one row of one token is needed"
+        )
+    if any(isinstance(x, Tracer) for x in (prompts, lengths)):
         padded = jnp.zeros((b, bucket(t)), jnp.int32).at[:, :t].set(jnp.asarray(prompts, jnp.int32))
         return padded, jnp.asarray(lengths, jnp.int32)
     lengths = np.asarray(lengths, np.int32)
     if lengths.shape != (b,) or lengths.max() > t:
-        raise RequestError(f"prompt_lengths: {lengths.tolist()}; one of 1 to {t} for each of {b} rows is needed")
+        raise RequestError(
+            f"prompt_lengths: {lengths.tolist()}; one of 1 to {t} for each of {b} rows is needed"
+        )
     padded = np.zeros((b, bucket(t)), np.int32)
-    for row, prompt in enumerate(np.asarray(prompts) if isinstance(prompts, jax.Array) else prompts):
+    for row, prompt in enumerate(
+        np.asarray(prompts) if isinstance(prompts, jax.Array) else prompts
+    ):
         padded[row, : lengths[row]] = _checked_ids(prompt, int(lengths[row]), row, config)
     return padded, lengths
 
@@ -143,8 +159,8 @@ def _checked_ids(prompt: Any, length: int, row: int, config: ModelConfig) -> np.
         raise RequestError(f"prompts: row {row} is empty; a prompt has at least one token")
     if length >= config.max_position_embeddings:
         raise RequestError(
-            f"prompts: row {row} has {length} tokens; the model's context is {config.max_position_embeddings}, "
-            "one of them for an answer"
+            f"prompts: row {row} has {length} tokens; the model's context is "
+            f"{config.max_position_embeddings}, one of them for an answer"
         )
     ids = np.asarray(prompt[:length], np.int64)
     check_ids(ids, config.vocab_size, f"prompts: row {row}")
@@ -165,7 +181,7 @@ def check_ids(ids: Any, vocab_size: int, where: str = "tokens") -> None:
 
 def _plan_rows(model: SpeculativeModel, tokens: Any, lengths: Any, max_new_tokens: int):
     """Adds rows up to a multiple of the data shards, and gives each row its budget."""
-    xp = jnp if isinstance(lengths, jax.core.Tracer) else np
+    xp = jnp if isinstance(lengths, Tracer) else np
     num_added = -len(tokens) % model.execution.num_data_shards
     tokens = xp.pad(tokens, ((0, num_added), (0, 0)))
     room = model.config.max_position_embeddings - lengths
@@ -173,4 +189,3 @@ def _plan_rows(model: SpeculativeModel, tokens: Any, lengths: Any, max_new_token
     is_context_bound = xp.pad(room < max_new_tokens, (0, num_added))
     lengths = xp.pad(lengths, (0, num_added), constant_values=1)
     return tokens, lengths, budgets, is_context_bound
-

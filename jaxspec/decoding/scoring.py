@@ -1,15 +1,16 @@
-"""Teacher-forced logits of target and draft, and one proposal: the parts of `generate`, on their own."""
+"""The parts of `generate` on their own: teacher-forced logits of both models, one proposal."""
 
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache.latent import CacheOptions, LatentCache, empty_cache, own_pages
 from jaxspec.decoding.prefill import absorb_prompts
-from jaxspec.decoding.request import Prompts, choose_num_draft_tokens, check_ids, make_request
+from jaxspec.decoding.request import Prompts, check_ids, choose_num_draft_tokens, make_request
 from jaxspec.decoding.sampling import Sampling
 from jaxspec.drafts.draft import Draft, Proposal
 from jaxspec.errors import RequestError
@@ -18,7 +19,7 @@ from jaxspec.models.deepseek_v3 import Logits
 
 
 def target_logits(model: SpeculativeModel, tokens: Int[Array, "b t"]) -> Float[Array, "b t w"]:
-    """The target's float32 logits of every position, teacher forced; row i is the law of token i + 1.
+    """The target's float32 logits, teacher forced; row i is its law of token i + 1.
 
     Differentiable with respect to the model's floating-point parameters.
 
@@ -28,7 +29,9 @@ def target_logits(model: SpeculativeModel, tokens: Int[Array, "b t"]) -> Float[A
     return _target_logits(model, _checked(model, tokens))[: len(tokens)]
 
 
-def draft_logits(model: SpeculativeModel, tokens: Int[Array, "b t"]) -> Float[Array, "b t_minus_1 w"]:
+def draft_logits(
+    model: SpeculativeModel, tokens: Int[Array, "b t"]
+) -> Float[Array, "b t_minus_1 w"]:
     """The draft's float32 logits, teacher forced; row i is its law of token i + 2.
 
     Raises:
@@ -64,11 +67,12 @@ def propose(
     options = CacheOptions()
     request = make_request(model, prompts, prompt_lengths, 0, g, options)
     lengths = request.lengths[: request.num_rows]
-    if not isinstance(lengths, jax.core.Tracer) and lengths.min() < 2:
+    if not isinstance(lengths, Tracer) and lengths.min() < 2:
         raise RequestError("propose: a prompt of one token has no target state before its anchor")
     proposal = _propose(
         model, request.prompts, request.lengths, request.page_table,
-        num_pages=request.num_pages, num_draft_tokens=g, sampling=sampling or Sampling(), options=options,
+        num_pages=request.num_pages, num_draft_tokens=g,
+        sampling=sampling or Sampling(), options=options,
     )  # fmt: skip
     return jax.tree.map(lambda x: x[: request.num_rows], proposal)
 
@@ -84,15 +88,20 @@ def require_draft(model: SpeculativeModel, op: str) -> Draft:
     return model.draft
 
 
-@functools.partial(jax.jit, static_argnames=("num_pages", "num_draft_tokens", "sampling", "options"))
-def _propose(model, prompts, lengths, page_table, *, num_pages, num_draft_tokens, sampling, options):
+@functools.partial(
+    jax.jit, static_argnames=("num_pages", "num_draft_tokens", "sampling", "options")
+)
+def _propose(
+    model, prompts, lengths, page_table, *, num_pages, num_draft_tokens, sampling, options
+):
     known = lengths - 1
-    _, draft_cache, anchor, live = absorb_prompts(
+    _, drafting, anchor = absorb_prompts(
         model, prompts, known, page_table,
         num_pages=num_pages, with_draft=True, sampling=None, options=options,
     )  # fmt: skip
+    assert drafting is not None  # `propose` has refused a model without a draft.
     _, proposal = model.draft.propose(
-        model.shared, draft_cache, live, anchor, known, known > 0,
+        model.shared, *drafting, anchor, known, known > 0,
         num_draft_tokens=num_draft_tokens, sampling=sampling, key=None,
     )  # fmt: skip
     return proposal
@@ -139,12 +148,15 @@ def _checked(model: SpeculativeModel, tokens: Any) -> jax.Array:
     """The tokens as int32 `[b, t]`, padded to whole data shards."""
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.size == 0:
-        raise RequestError(f"tokens: {tokens.dtype}{list(tokens.shape)}; integer ids [b, t] are needed")
+        raise RequestError(
+            f"tokens: {tokens.dtype}{list(tokens.shape)}; integer ids [b, t] are needed"
+        )
     if tokens.shape[1] > model.config.max_position_embeddings:
         raise RequestError(
-            f"tokens: {tokens.shape[1]} positions; the context is {model.config.max_position_embeddings}"
+            f"tokens: {tokens.shape[1]} positions; the model's context is "
+            f"{model.config.max_position_embeddings}"
         )
-    if not isinstance(tokens, jax.core.Tracer):
+    if not isinstance(tokens, Tracer):
         check_ids(tokens, model.config.vocab_size)
     padding = -len(tokens) % model.execution.num_data_shards
     return jnp.pad(tokens.astype(jnp.int32), ((0, padding), (0, 0)))

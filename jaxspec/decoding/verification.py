@@ -2,7 +2,6 @@
 
 import enum
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
@@ -21,8 +20,8 @@ def count_accepted(
 ) -> Int[Array, " b"]:
     """Greedy verification: the length of the drafted prefix that equals the target's own choice.
 
-    `target_tokens[:, i]` is the target's token after `i` drafted ones, so `num_accepted + 1` tokens of
-    it are what plain decoding would have produced.
+    `target_tokens[:, i]` is the target's token after `i` drafted ones, so its first
+    `num_accepted + 1` are what plain decoding would have produced.
     """
     agrees = draft_tokens == target_tokens[:, :-1]
     return jnp.cumprod(agrees, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
@@ -49,4 +48,3 @@ def commit(
 def select_token(tokens: Int[Array, "b t"], index: Int[Array, " b"]) -> Int[Array, " b"]:
     """tokens[b, index[b]]."""
     return jnp.take_along_axis(tokens, index[:, None], axis=1)[:, 0]
-

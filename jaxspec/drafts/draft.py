@@ -60,8 +60,9 @@ class Draft(Protocol):
     ) -> tuple[LatentCache, Any]:
         """Takes in committed positions.
 
-        `captured[b, i]` is the target's state at `positions[b, i]`, `next_tokens[b, i]` the token one
-        position later. Returns the cache, and what `propose` needs of each row's last valid token.
+        `captured[b, i]` is the target's state at `positions[b, i]`, `next_tokens[b, i]` the token
+        one position later. Returns the cache, and what `propose` needs of each row's last valid
+        token.
         """
         ...
 
@@ -78,5 +79,8 @@ class Draft(Protocol):
         sampling: Sampling,
         key: jax.Array | None,
     ) -> tuple[LatentCache, Proposal]:
-        """Drafts tokens for `position + 1` on, `position` being the anchor's; inactive rows touch no cache."""
+        """Drafts the tokens behind the anchor, which stands at `position`.
+
+        Rows that are not active touch no cache.
+        """
         ...

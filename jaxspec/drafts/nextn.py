@@ -40,9 +40,11 @@ class Live:
 
 
 class SharedHead(nnx.Module):
-    """The draft's own final norm; its head too, where the checkpoint's differs from the target's."""
+    """The draft's final norm, and its own head where that differs from the target's."""
 
-    def __init__(self, *, owns_head: bool, config: ModelConfig, execution: Execution, rngs: nnx.Rngs):
+    def __init__(
+        self, *, owns_head: bool, config: ModelConfig, execution: Execution, rngs: nnx.Rngs
+    ):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         w, d = config.vocab_size, config.hidden_size
         shared = {"config": config, "execution": execution, "rngs": rngs}
@@ -89,7 +91,7 @@ class NextN(nnx.Module):
         valid: Bool[Array, "b t"],
         only: Int[Array, " b"] | None = None,
     ) -> tuple[Float[Array, "b t_out d"], LatentCache]:
-        """States after `shared_head.norm`, for every row or, with `only`, for one row of each sequence."""
+        """States after `shared_head.norm`, of every token or, with `only`, of one a row."""
         embedding = (self.embed_tokens or shared.embed_tokens)(next_tokens)
         if self.zero_first_embedding:
             embedding = jnp.where((positions == 0)[..., None], 0, embedding)
@@ -111,7 +113,7 @@ class NextN(nnx.Module):
         captured: Float[Array, "b t d"],
         valid: Bool[Array, "b t"],
     ) -> tuple[LatentCache, Live]:
-        """Caches the keys of all valid rows; attention, experts and head run for the last one alone."""
+        """Caches the keys of all valid tokens; the rest runs for each row's last one alone."""
         hidden, cache = self.forward(
             shared, cache, next_tokens, positions, captured, valid, only=last_valid(valid)
         )
@@ -130,7 +132,7 @@ class NextN(nnx.Module):
         sampling: Sampling,
         key: jax.Array | None,
     ) -> tuple[LatentCache, Proposal]:
-        """The first token from the live row, each further one from the draft's own state and token."""
+        """The first token from the live state, each further one from the draft's own."""
         del anchor  # The live row has joined it already.
         tokens, logits = [sampling.pick(live.logits, key)], [live.logits]
         for step in range(num_draft_tokens - 1):

@@ -12,9 +12,13 @@ from pallas_kernels.quantized import QuantizedTensor, dequantize
 
 
 def matrix(
-    shape: tuple[int, ...], axes: tuple[str | None, ...], rngs: nnx.Rngs, *, quantizable: bool = True
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    rngs: nnx.Rngs,
+    *,
+    quantizable: bool = True,
 ) -> nnx.Param:
-    """A random matrix `[..., out, in]` of variance 1 / in; `quantizable` if a file may hold it in FP8."""
+    """A random matrix `[..., out, in]` of variance 1 / in; `quantizable` if FP8 may store it."""
     values = jax.random.normal(rngs.params(), shape, jnp.float32) * shape[-1] ** -0.5
     return nnx.Param(values.astype(jnp.bfloat16), axes=axes, quantizable=quantizable)
 
@@ -36,8 +40,7 @@ class Linear(nnx.Module):
         execution: Execution,
         rngs: nnx.Rngs,
     ):
-        self.scale_format = config.activation_scale_format
-        self.execution = execution
+        self.config, self.execution = config, execution
         self.weight = matrix((out_features, in_features), axes, rngs)
 
     def __call__(self, x: Float[Array, "*b i"], *, out_dtype=None) -> Float[Array, "*b o"]:
@@ -47,7 +50,7 @@ class Linear(nnx.Module):
             self.weight.get_value(),
             out_dtype=out_dtype,
             quantize=self.execution.quantize_activations,
-            scale_format=self.scale_format,
+            scale_format=self.config.activation_scale_format,
             implementation=self.execution.kernels,
         )
         return y.reshape(*x.shape[:-1], y.shape[-1])

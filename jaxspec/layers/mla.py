@@ -27,7 +27,7 @@ ROWS, HEADS = P("data"), P("data", None, "model")
 
 
 class LatentAttention(nnx.Module):
-    """`write` puts the rows of a call into the cache, `attend` reads them; a draft may attend for fewer."""
+    """`write` caches tokens, `attend` reads; a draft attends for fewer than it writes."""
 
     def __init__(self, *, config: ModelConfig, execution: Execution, rngs: nnx.Rngs):
         self.config, self.execution = config, execution
@@ -74,7 +74,7 @@ class LatentAttention(nnx.Module):
         pages: Pages,
         page_table: PageTable,
     ) -> Float[Array, "b t d"]:
-        """Attention of each token to its own and all earlier positions, which must have been written."""
+        """Attention of each token to the positions up to its own, which must have been written."""
         b, t, _ = x.shape
         config = self.config
         if config.q_lora_rank is None:
@@ -92,7 +92,7 @@ class LatentAttention(nnx.Module):
     def expansion_threshold(self) -> int:
         """Query tokens above which expanding costs fewer FLOPs than absorbing (V3: 170).
 
-        A key costs 2c + r a query when absorbed; n + r + v a query and (n + v) c once when expanded.
+        A key costs 2c + r a query when absorbed; n + r + v a query and (n + v) c once if expanded.
         """
         n, v, c = self.config.qk_nope_head_dim, self.config.v_head_dim, self.config.kv_lora_rank
         saved = 2 * c - n - v
@@ -101,7 +101,9 @@ class LatentAttention(nnx.Module):
     def _kv_b(self) -> tuple[Float[Array, "h n c"], Float[Array, "h v c"]]:
         """The two halves of `kv_b_proj` by head: latent to key, latent to value."""
         config = self.config
-        w = self.kv_b_proj.dequantized().reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+        w = self.kv_b_proj.dequantized().reshape(
+            config.num_attention_heads, -1, config.kv_lora_rank
+        )
         key, value = jnp.split(w, [config.qk_nope_head_dim], axis=1)
         return key, value
 

@@ -1,4 +1,4 @@
-"""Feed-forward parts of DeepSeek-V3: the gated MLP, and the mixture of experts (arXiv:2412.19437, 2.1.2)."""
+"""Feed-forward parts of DeepSeek-V3 (arXiv:2412.19437, 2.1.2): gated MLP, mixture of experts."""
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,8 @@ class MLP(nnx.Module):
 class Router(nnx.Module):
     """Sigmoid scores, group-limited top-k, and a bias that selects but does not weigh."""
 
-    def __init__(self, *, config: ModelConfig, rngs: nnx.Rngs):
-        self.config = config
+    def __init__(self, *, config: ModelConfig, execution: Execution, rngs: nnx.Rngs):
+        self.config, self.execution = config, execution
         shape = (config.n_routed_experts, config.hidden_size)
         self.weight = matrix(shape, (None, None), rngs, quantizable=False)
         bias = jnp.zeros(config.n_routed_experts, jnp.float32)
@@ -40,14 +40,22 @@ class Router(nnx.Module):
     def __call__(self, x: Float[Array, "m d"]) -> tuple[Int[Array, "m k"], Float[Array, "m k"]]:
         """Experts of each row, best first, and their weights, which sum to `routed_scaling_factor`.
 
-        All in float32. A group's score is the sum of its two best biased scores; the experts outside
-        the `topk_group` best groups are excluded. Ties go to the lowest index.
+        All in float32. A group's score is the sum of its two best biased scores; the experts
+        outside the `topk_group` best groups are excluded. Ties go to the lowest index.
         """
-        weight = self.weight.get_value().astype(jnp.float32)
-        logits = jnp.einsum(
-            "md,ed->me", x.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST
-        )
-        return route(logits, self.e_score_correction_bias.get_value().astype(jnp.float32), self.config)
+
+        def route_local(x, weight, bias):
+            logits = jnp.einsum(
+                "md,ed->me",
+                x.astype(jnp.float32),
+                weight.astype(jnp.float32),
+                precision=jax.lax.Precision.HIGHEST,
+            )
+            return route(logits, bias.astype(jnp.float32), self.config)
+
+        rows, whole = P("data"), P()
+        route_rows = self.execution.per_device(route_local, (rows, whole, whole), (rows, rows))
+        return route_rows(x, self.weight.get_value(), self.e_score_correction_bias.get_value())
 
 
 def route(
@@ -123,7 +131,7 @@ class MoE(nnx.Module):
 
     def __init__(self, *, config: ModelConfig, execution: Execution, rngs: nnx.Rngs):
         shared = {"config": config, "execution": execution, "rngs": rngs}
-        self.gate = Router(config=config, rngs=rngs)
+        self.gate = Router(**shared)
         self.experts = Experts(**shared)
         self.shared_experts = MLP(config.n_shared_experts * config.moe_intermediate_size, **shared)
 

@@ -17,4 +17,6 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         wide *= jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + self.eps)
         weight = self.weight.get_value().astype(jnp.float32)
-        return (jax.lax.broadcast_in_dim(weight, wide.shape, (wide.ndim - 1,)) * wide).astype(x.dtype)
+        return (jax.lax.broadcast_in_dim(weight, wide.shape, (wide.ndim - 1,)) * wide).astype(
+            x.dtype
+        )

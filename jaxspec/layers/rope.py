@@ -31,12 +31,14 @@ def yarn_frequencies(theta: float, width: int, yarn: Yarn | None) -> np.ndarray:
 
 
 def rope_amplitude(yarn: Yarn | None) -> float:
-    """What cos and sin are multiplied by: the ratio of YaRN's two amplitudes, 1 in every released model."""
-    return 1.0 if yarn is None else yarn.amplitude(yarn.mscale) / yarn.amplitude(yarn.mscale_all_dim)
+    """Factor of cos and sin: the ratio of YaRN's two amplitudes, 1 in every released model."""
+    return (
+        1.0 if yarn is None else yarn.amplitude(yarn.mscale) / yarn.amplitude(yarn.mscale_all_dim)
+    )
 
 
 def softmax_scale(config: ModelConfig) -> float:
-    """(n + r)^(-1/2), times the square of YaRN's amplitude for `mscale_all_dim` (DeepSeek-V3's `model.py`)."""
+    """(n + r)^(-1/2) times the square of YaRN's amplitude (DeepSeek-V3's `model.py`)."""
     amplitude = config.rope.amplitude(config.rope.mscale_all_dim) if config.rope else 1.0
     return (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5 * amplitude**2
 
@@ -44,7 +46,7 @@ def softmax_scale(config: ModelConfig) -> float:
 def rotate(
     x: Float[Array, "b t h r"], positions: Int[Array, "b t"], config: ModelConfig
 ) -> Float[Array, "b t h r"]:
-    """Turns each pair (x[2i], x[2i + 1]) by its position's angle; float32 inside, x's dtype outside."""
+    """Turns each pair (x[2i], x[2i + 1]) by its position's angle, in float32."""
     frequencies = yarn_frequencies(config.rope_theta, x.shape[-1], config.rope)
     angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(
         frequencies.reshape(1, 1, 1, -1), jnp.float32

@@ -1,6 +1,6 @@
 """DeepSeek-V3 (arXiv:2412.19437): the target model. Module names are the checkpoint's own."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ Logits = Literal["all", "last"] | None
 
 
 class DecoderLayer(nnx.Module):
-    """x += attention(norm(x)); x += feed-forward(norm(x)). Dense in the first layers, a mixture later."""
+    """x += attention(norm(x)); x += feed-forward(norm(x)). Dense first, a mixture later."""
 
     def __init__(self, *, is_moe: bool, config: ModelConfig, execution: Execution, rngs: nnx.Rngs):
         shared = {"config": config, "execution": execution, "rngs": rngs}
@@ -39,7 +39,7 @@ class DecoderLayer(nnx.Module):
         page_table: PageTable,
         only: Int[Array, " b"] | None = None,
     ) -> tuple[Float[Array, "b t_out d"], Pages]:
-        """Runs the layer for each token, or, with `only`, for one token a row; keys are cached for all.
+        """Runs the layer for each token or, with `only`, for one a row; keys are cached for all.
 
         Args:
             positions: absolute position of each token.
@@ -81,7 +81,7 @@ class DeepseekV3(nnx.Module):
         cache: LatentCache,
         valid: Bool[Array, "b t"],
         logits: Logits = "all",
-    ) -> tuple[Float[Array, "b t w"] | Float[Array, "b w"] | None, Float[Array, "b t d"], LatentCache]:
+    ) -> tuple[Any, Float[Array, "b t d"], LatentCache]:
         """Prefill, decode, verification and teacher forcing: the same call with other shapes.
 
         Args:
@@ -90,8 +90,9 @@ class DeepseekV3(nnx.Module):
             logits: which to compute; "last" is that of each row's last valid token.
 
         Returns:
-            float32 logits; the states that a draft captures, after the final norm, in the compute
-            dtype; and the cache with the valid tokens written.
+            float32 logits, `[b, t, w]`, `[b, w]` for "last", or None; the states that a draft
+            captures, after the final norm, in the compute dtype; and the cache with the valid
+            tokens written.
         """
         x = self.embed_tokens(tokens)
         for index, layer in enumerate(self.layers):

@@ -17,17 +17,19 @@ def block_matmul(
     scale_format: ScaleFormat = "float32",
     implementation: Implementation = "auto",
 ) -> Float[Array, "m n"]:
-    """y[m, n] = sum over k of x[m, k] w[n, k], accumulated in float32, returned as `out_dtype` (x's).
+    """y[m, n] = sum over k of x[m, k] w[n, k], accumulated in float32.
 
-    A plain `w` is widened or rounded to x's dtype. A quantized `w` multiplies activations quantized
-    per row and per `block_shape[1]` columns, as DeepSeek's FP8 GEMM does; with `quantize=False` it
-    is dequantized to x's dtype instead.
+    Returned as `out_dtype`, by default x's dtype. A plain `w` is widened or rounded to x's dtype. A
+    quantized `w` multiplies activations quantized per row and per `block_shape[1]` columns, as
+    DeepSeek's FP8 GEMM does; with `quantize=False` it is dequantized to x's dtype instead.
 
     Raises:
         ValueError: the contraction of a quantized `w` differs from x's.
     """
     if w.shape[-1] != x.shape[-1]:
-        raise ValueError(f"block_matmul: x has k={x.shape[-1]}, w has k={w.shape[-1]}; equal k is needed")
+        raise ValueError(
+            f"block_matmul: x has k={x.shape[-1]}, w has k={w.shape[-1]}; equal k is needed"
+        )
     require_reference("block_matmul", implementation)
     return reference.block_matmul(
         x, w, out_dtype=out_dtype or x.dtype, quantize=quantize, scale_format=scale_format

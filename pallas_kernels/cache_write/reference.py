@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 
 def write_rows(pages, rows, page_table, positions, valid):
-    """pages[page_table[b, p // page_size], p % page_size] = rows[b, t], p = positions[b, t], where valid."""
+    """pages[page_table[b, p // page_size], p % page_size] = rows[b, t], p = positions[b, t]."""
     num_pages, page_size, _ = pages.shape
     block = positions // page_size
     inside = valid & (block >= 0) & (block < page_table.shape[1])

@@ -22,11 +22,11 @@ def expert_mlp(
 ) -> Float[Array, "m d"]:
     """The routed experts of a mixture: each row runs through its k experts, weighted and summed.
 
-    y[m] = sum over k of expert_weights[m, k] * down(silu(gate(x[m])) * up(x[m])), the matrices those
+    y[m] = sum over k of expert_weights[m, k] * down(silu(gate(x[m])) * up(x[m])), with the matrices
     of expert `expert_ids[m, k]`; the sum is float32. Only experts that have rows are read.
 
     Args:
-        expert_ids: 0 to e - 1; -1 leaves the assignment out (a masked row, another device's expert).
+        expert_ids: 0 to e - 1; -1 leaves out a masked row or another device's expert.
         quantize, scale_format: as for `block_matmul`.
     """
     require_reference("expert_mlp", implementation)

@@ -1,8 +1,8 @@
 """What `expert_mlp` means. Every implementation is tested against this file.
 
-Work is proportional to the rows that are dispatched: rows are gathered by expert, each expert's rows
-are padded to whole tiles, and a scan visits the tiles that hold rows. An expert without rows is
-never read.
+Work is proportional to the rows that are dispatched: they are gathered by expert, each expert's
+padded to whole tiles, and a scan visits the tiles that hold rows. An expert without rows is never
+read.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ class Tiles:
     """Where each dispatched row goes.
 
     Attributes:
-        row: int32 `[num_tiles, tile]`; the row of the flat `[T * k]` assignment in each place, or -1.
+        row: int32 `[num_tiles, tile]`; the assignment, of the flat `[m * k]`, in each place, or -1.
         expert: int32 `[num_tiles]`; the expert whose rows a tile holds.
-        place: int32 `[T * k]`; the flat place of each row, or -1 where it is not dispatched.
+        place: int32 `[m * k]`; the flat place of each assignment, or -1 where it is left out.
         num_used: int32; tiles that hold rows. They come first.
     """
 
@@ -37,7 +37,7 @@ def tile_size(num_rows: int, num_experts: int) -> int:
 
 
 def tile_rows(expert_ids, num_experts, tile) -> Tiles:
-    """Gathers the assignments `[T * k]` by expert, each padded to whole tiles; negative ids are left out."""
+    """Gathers the assignments `[m * k]` by expert, each padded to whole tiles."""
     (num_rows,) = expert_ids.shape
     num_tiles = min(num_rows, num_rows // tile + num_experts)
     # Counting instead of sorting: a row's rank is the number of earlier rows of its expert.
@@ -56,7 +56,7 @@ def tile_rows(expert_ids, num_experts, tile) -> Tiles:
 
 
 def expert_mlp(x, expert_ids, expert_weights, gate, up, down, *, quantize, scale_format):
-    """y[m] = sum over k of weight[m, k] * down_e(silu(gate_e(x[m])) * up_e(x[m])), e = expert_ids[m, k]."""
+    """y[m] = sum over k of weight[m, k] * down_e(silu(gate_e(x[m])) * up_e(x[m])), e = id[m, k]."""
     num_experts, (_, k) = gate.shape[0], expert_ids.shape
     tile = tile_size(expert_ids.size, num_experts)
     tiles = tile_rows(expert_ids.reshape(-1), num_experts, tile)
@@ -73,7 +73,9 @@ def expert_mlp(x, expert_ids, expert_weights, gate, up, down, *, quantize, scale
             hidden = (hidden * matmul(x_tile, up[expert]).astype(jnp.float32)).astype(x.dtype)
             return matmul(hidden, down[expert])
 
-        return None, jax.lax.cond(index < tiles.num_used, compute, lambda: jnp.zeros((tile, x.shape[1]), x.dtype))
+        return None, jax.lax.cond(
+            index < tiles.num_used, compute, lambda: jnp.zeros((tile, x.shape[1]), x.dtype)
+        )
 
     steps = (jnp.arange(tiles.expert.shape[0]), tiles.row, tiles.expert)
     _, y = jax.lax.scan(run_tile, None, steps)

@@ -7,7 +7,7 @@ from pallas_kernels.paged_mla.reference import masked_softmax
 
 
 def mla_prefill(q, k, k_rope, v, positions, *, softmax_scale):
-    """o[b, t, h] = softmax over s <= positions[b, t] of (q . [k[s, h] | k_rope[s]] * softmax_scale) times v[s, h]."""
+    """o[b, t, h] = softmax(q . [k[s, h] | k_rope[s]] * softmax_scale) v[s, h], s <= position."""
     n = k.shape[-1]
     exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
     scores = jnp.einsum("bthn,bshn->bhts", q[..., :n], k, **exact)

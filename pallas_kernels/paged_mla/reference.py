@@ -24,7 +24,7 @@ def masked_softmax(scores, visible):
 
 
 def paged_mla(q, pages, page_table, positions, *, kv_lora_rank, softmax_scale):
-    """o[b, t, h] = softmax over s <= positions[b, t] of (q . row[s] * softmax_scale) times row[s, :c]."""
+    """o[b, t, h] = softmax(q . row[s] * softmax_scale) row[s, :c], over s <= positions[b, t]."""
     rows = gather_rows(pages, page_table, positions.max(axis=1) + 1).astype(q.dtype)
     exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
     scores = jnp.einsum("bthx,bsx->bhts", q, rows, **exact) * softmax_scale
