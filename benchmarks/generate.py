@@ -73,7 +73,9 @@ def main() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    result = argparse.ArgumentParser(
+        description="Tokens per second with and without the draft, side by side in one run."
+    )
     add = result.add_argument
     add("checkpoint")
     add("--batch", type=int, default=1)
