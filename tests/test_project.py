@@ -2,30 +2,30 @@
 
 import ast
 import importlib
-import os
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 
 import jaxspec
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("pallas_kernels", "jaxspec", "convert")
-REAL_PYTHON = '#!/bin/sh\nexec {python} "$@"\n'
+PYTHON = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
 PYENV_SHIM = "#!/bin/sh\necho 'pyenv: command not found' >&2\nexit 127\n"
 
 
 @pytest.fixture
 def machine(tmp_path):
-    """A machine with nothing but a shell: `programs` on PATH, `pyenv` versions at home."""
-    for folder in ("bin", "home"):
-        (tmp_path / folder).mkdir()
-    for program in ("sh", "make", "mkdir"):
-        found = subprocess.run(["which", program], capture_output=True, text=True).stdout.strip()
-        (tmp_path / "bin" / program).symlink_to(found)
+    """A machine with a shell, make, and what a test adds: programs on PATH, pyenv versions."""
+    (tmp_path / "bin").mkdir()
+    for program in ("sh", "make"):
+        (tmp_path / "bin" / program).symlink_to(str(shutil.which(program)))
 
     def write(path, text):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -43,26 +43,16 @@ def machine(tmp_path):
     return run
 
 
-@pytest.fixture
-def real_python():
-    import sys
-
-    return REAL_PYTHON.format(python=sys.executable)
-
-
-def test_a_shim_that_does_not_run_is_passed_over(machine, real_python):
-    programs = {"python3.12": PYENV_SHIM, "python3": PYENV_SHIM, "python3.13": real_python}
+def test_a_shim_that_does_not_run_is_passed_over(machine):
+    programs = {"python3.12": PYENV_SHIM, "python3": PYENV_SHIM, "python3.13": PYTHON}
     found = machine([ROOT / "scripts/find-python"], programs)
-    assert found.returncode == 0 and found.stderr == ""
-    assert Path(found.stdout.strip()).exists()
+    assert (found.returncode, found.stdout, found.stderr) == (0, f"{sys.executable}\n", "")
 
 
-def test_pyenv_versions_are_searched_last(machine, real_python):
-    programs = {"python3": PYENV_SHIM}
-    found = machine(
-        [ROOT / "scripts/find-python"], programs, {"3.9.18": PYENV_SHIM, "3.12.1": real_python}
-    )
-    assert Path(found.stdout.strip()).exists()
+def test_pyenv_versions_are_searched_last(machine):
+    versions = {"3.9.18": PYENV_SHIM, "3.12.1": PYTHON}
+    found = machine([ROOT / "scripts/find-python"], {"python3": PYENV_SHIM}, versions)
+    assert (found.returncode, found.stdout, found.stderr) == (0, f"{sys.executable}\n", "")
 
 
 def test_without_a_python_make_says_in_one_line_what_to_install(machine, tmp_path):
@@ -117,8 +107,6 @@ def test_examples_use_public_names_only():
 
 
 def test_tests_run_with_strict_settings():
-    assert os.environ["JAX_NUMPY_DTYPE_PROMOTION"] == "strict"
-    import jax
-
     assert jax.device_count() == 8
+    assert jax.config.jax_numpy_dtype_promotion == "strict"
     assert jax.config.jax_numpy_rank_promotion == "raise"
