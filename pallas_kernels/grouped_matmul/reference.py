@@ -5,7 +5,7 @@ padded to whole tiles, and a scan visits the tiles that hold rows. An expert wit
 read.
 """
 
-import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels.block_matmul.reference import block_matmul
 
 
-@dataclasses.dataclass(frozen=True)
-class Tiles:
+class Tiles(NamedTuple):
     """Where each dispatched row goes.
 
     Attributes:
