@@ -1,0 +1,1 @@
+"""The command `jaxspec-convert`: Hugging Face checkpoints to Orbax and back, byte for byte."""

@@ -1,0 +1,111 @@
+"""`inspect`: what a folder or a checkpoint holds, and what is wrong with it."""
+
+import collections
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+
+from convert import plan as planning
+from convert.orbax_in import Checkpoint
+from convert.source import open_source
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `inspect` says.
+
+    Attributes:
+        drafts: the kinds that are there, complete.
+        num_tensors, num_bytes: of the weights.
+        dtypes: number of tensors by stored type.
+        missing, unknown, wrong: tensors at fault; all empty where the source can be converted.
+        faults: the same as sentences.
+        skipped: tensors that a conversion does not store, and why.
+        unknown_config_keys: keys of the config that nothing reads.
+    """
+
+    family: str
+    drafts: tuple[str, ...]
+    num_tensors: int
+    num_bytes: int
+    dtypes: dict[str, int]
+    missing: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+    unknown_config_keys: tuple[str, ...] = ()
+
+
+def inspect(name: str, *, as_json: bool) -> str:
+    """Describes a Hugging Face folder, a Hub repository, or a converted checkpoint.
+
+    Raises:
+        CheckpointError: it is none of these, or a file is damaged.
+        ConfigError: the config cannot be honoured.
+    """
+    path = pathlib.Path(name)
+    # Orbax counts a folder of safetensors files as a checkpoint, too.
+    is_source = not path.is_dir() or (path / "config.json").is_file()
+    is_checkpoint = not is_source and ocp.is_orbax_checkpoint(name)
+    report = _checkpoint_report(path) if is_checkpoint else _source_report(name)
+    if as_json:
+        return json.dumps(dataclasses.asdict(report), indent=2)
+    return "\n".join(f"{key + ':':21}{value}" for key, value in _lines(report))
+
+
+def _source_report(name: str) -> Report:
+    source = open_source(name)
+    config = source.model_config()
+    draft = planning.choose_draft("auto", config)
+    matching = planning.match(source.tensors, config, draft)
+    at_fault: dict[str, list[str]] = {"missing": [], "unknown": [], "wrong": []}
+    for fault in matching.faults:
+        at_fault[fault.kind].append(fault.tensor)
+    lacks_draft = any(fault.parameter.startswith("draft/") for fault in matching.faults)
+    return Report(
+        family=config.family,
+        drafts=(draft,) if draft and not lacks_draft else (),
+        num_tensors=len(source.tensors),
+        num_bytes=sum(info.num_bytes for info in source.tensors.values()),
+        dtypes=_count(info.dtype for info in source.tensors.values()),
+        faults=tuple(fault.text for fault in matching.faults),
+        skipped=dict(matching.skipped),
+        unknown_config_keys=config.unknown_keys,
+        **{kind: tuple(names) for kind, names in at_fault.items()},
+    )
+
+
+def _checkpoint_report(path: pathlib.Path) -> Report:
+    checkpoint = Checkpoint(path)
+    metadata = checkpoint.metadata
+    return Report(
+        family=metadata.family,
+        drafts=(metadata.draft,) if metadata.draft else (),
+        num_tensors=len(checkpoint.leaves),
+        num_bytes=sum(map(checkpoint.num_bytes, checkpoint.leaves)),
+        dtypes=_count(np.dtype(leaf.dtype).name for leaf in checkpoint.leaves.values()),
+    )
+
+
+def _count(names: Any) -> dict[str, int]:
+    return dict(sorted(collections.Counter(names).items()))
+
+
+def _lines(report: Report) -> list[tuple[str, object]]:
+    counts = ", ".join(f"{count} {dtype}" for dtype, count in report.dtypes.items())
+    lines: list[tuple[str, object]] = [
+        ("family", report.family),
+        ("drafts", ", ".join(report.drafts) or "none"),
+        ("tensors", report.num_tensors),
+        ("bytes", report.num_bytes),
+        ("types", counts),
+    ]
+    lines += [("skipped", f"{name}: {reason}") for name, reason in report.skipped.items()]
+    if report.unknown_config_keys:
+        lines.append(("unknown config keys", ", ".join(report.unknown_config_keys)))
+    return lines + [("fault", text) for text in report.faults]

@@ -1,0 +1,244 @@
+"""What a conversion will do: every tensor used or skipped once, every parameter filled once.
+
+The plan is made from names, shapes and types alone. `convert` makes it from a folder, `verify` and
+`export` make the same one again from the record that the checkpoint keeps.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import ml_dtypes
+import numpy as np
+
+from convert import table_v3
+from convert.matching import Matching
+from convert.rules import Part
+from convert.safetensors_file import TensorInfo
+from jaxspec.checkpoint import Leaf as StoredLeaf
+from jaxspec.checkpoint import Metadata
+from jaxspec.config import ModelConfig
+from jaxspec.errors import CheckpointError
+from jaxspec.model import DraftKind, parameter_specs
+from pallas_kernels.quantized import QuantizedTensor, dequantize, scales_shape
+
+DraftOption = Literal["auto", "nextn", "none"]
+Weights = Literal["keep", "bf16"]
+
+GROUP_BYTES = 256 << 20  # of the parameters that are saved together
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array as the source stores it.
+
+    Attributes:
+        path: in the tree; a quantized parameter has two leaves, `values` and `scales`.
+        parts: the tensors that it is made of.
+        copies: tensors equal to the whole of it, byte for byte.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    parts: tuple[Part, ...]
+    copies: tuple[Part, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter: an array, or FP8 values and their scales."""
+
+    path: str
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def is_quantized(self) -> bool:
+        return len(self.leaves) == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A whole conversion.
+
+    Attributes:
+        groups: what is saved together, in order.
+        skipped: tensors that are not stored, and why; their bytes are kept in the record.
+        dropped: tensors of a draft that was not asked for; nothing of them is kept.
+        copies: tensors that are not stored because they equal the target's.
+    """
+
+    draft: DraftKind | None
+    weights: Weights
+    block_shape: tuple[int, int]
+    groups: Sequence[Sequence[Parameter]]
+    skipped: Mapping[str, str]
+    dropped: Sequence[str]
+    copies: frozenset[str]
+
+    @property
+    def parameters(self) -> Iterator[Parameter]:
+        return (parameter for group in self.groups for parameter in group)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the tree will hold."""
+        return sum(map(self.group_bytes, self.groups))
+
+    def group_bytes(self, group: Sequence[Parameter]) -> int:
+        return sum(
+            math.prod(leaf.shape) * leaf.dtype.itemsize
+            for parameter in group
+            for leaf in self.stored_leaves(parameter).values()
+        )
+
+    def stored_leaves(self, parameter: Parameter) -> dict[str, StoredLeaf]:
+        """Shape and type of the arrays stored for a parameter, by path."""
+        if self.weights == "bf16" and parameter.is_quantized:
+            shape = parameter.leaves[0].shape
+            return {parameter.path: StoredLeaf(shape, np.dtype(ml_dtypes.bfloat16))}
+        return {leaf.path: StoredLeaf(leaf.shape, leaf.dtype) for leaf in parameter.leaves}
+
+    def stored_arrays(
+        self, parameter: Parameter, arrays: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """The arrays stored for a parameter, from its leaves as the source has them."""
+        if self.weights == "keep" or not parameter.is_quantized:
+            return {leaf.path: arrays[leaf.path] for leaf in parameter.leaves}
+        values, scales = (arrays[leaf.path] for leaf in parameter.leaves)
+        tensor = QuantizedTensor(values, scales, self.block_shape)
+        return {parameter.path: dequantize(tensor, ml_dtypes.bfloat16)}
+
+
+def choose_draft(option: DraftOption, config: ModelConfig) -> DraftKind | None:
+    """The draft to convert.
+
+    Raises:
+        CheckpointError: the one asked for is not announced by the config.
+    """
+    if option == "none" or (option == "auto" and not config.num_nextn_predict_layers):
+        return None
+    if not config.num_nextn_predict_layers:
+        raise CheckpointError("config.json announces no NextN layer; convert with --draft none")
+    return "nextn"
+
+
+def recorded_draft(metadata: Metadata) -> DraftKind | None:
+    """The draft that a checkpoint holds.
+
+    Raises:
+        CheckpointError: one that this version does not know.
+    """
+    if metadata.draft not in ("nextn", None):
+        raise CheckpointError(f"the checkpoint holds a {metadata.draft} draft; update jaxspec")
+    return "nextn" if metadata.draft else None
+
+
+def match(
+    tensors: Mapping[str, TensorInfo], config: ModelConfig, draft: DraftKind | None
+) -> Matching:
+    """Matches tensors with the model's parameters; faults are listed in it, not raised.
+
+    Raises:
+        CheckpointError: a kind of quantization that cannot be converted at all.
+    """
+    if config.quantization and config.quantization.method == "nvfp4":
+        raise CheckpointError(
+            "config.json: quantization_config names NVFP4, which cannot be converted; "
+            "use the FP8 or BF16 checkpoint"
+        )
+    specs = parameter_specs(config, draft)
+    return Matching(tensors, table_v3.table(config), specs, config, draft is not None)
+
+
+def make(
+    tensors: Mapping[str, TensorInfo],
+    config: ModelConfig,
+    draft: DraftKind | None,
+    weights: Weights,
+    are_equal: Callable[[str, str], bool],
+) -> Plan:
+    """Plans a conversion.
+
+    Args:
+        are_equal: whether two tensors have the same type, shape and bytes.
+
+    Raises:
+        CheckpointError: a tensor is unknown, missing, of the wrong shape or type, or given twice.
+    """
+    matching = match(tensors, config, draft)
+    matching.raise_first_fault()
+    copies: dict[str, list[Part]] = {}
+    for name, owner in matching.shared.items():
+        if _is_copy(name, owner, matching, are_equal):
+            copies.setdefault(owner, []).append(Part(name, owner))
+    copied = {part.tensor for parts in copies.values() for part in parts}
+    parameters = [
+        _parameter(path, matching, copies.get(path, []))
+        for path, parts in matching.parts.items()
+        if not any(part.tensor in copied for part in parts.values())
+    ]
+    return Plan(
+        draft=draft,
+        weights=weights,
+        block_shape=config.weight_block_size,
+        groups=_group(parameters),
+        skipped=matching.skipped,
+        dropped=matching.dropped,
+        copies=frozenset(copied),
+    )
+
+
+def _is_copy(
+    name: str, owner: str, matching: Matching, are_equal: Callable[[str, str], bool]
+) -> bool:
+    original, scale_of = matching.parts[owner][None].tensor, matching.scale_of
+    if (name in scale_of) != (original in scale_of) or not are_equal(name, original):
+        return False
+    return name not in scale_of or are_equal(scale_of[name], scale_of[original])
+
+
+def _parameter(path: str, matching: Matching, copies: Sequence[Part]) -> Parameter:
+    by_index, scale_of, tensors = matching.parts[path], matching.scale_of, matching.tensors
+    parts = [by_index[index] for index in sorted(by_index, key=lambda index: index or 0)]
+    shape = matching.specs[path].shape
+    dtype = tensors[parts[0].tensor].array_dtype
+    if parts[0].tensor not in scale_of:
+        return Parameter(path, (Leaf(path, shape, dtype, tuple(parts), tuple(copies)),))
+
+    def of_scales(parts: Sequence[Part]) -> tuple[Part, ...]:
+        return tuple(dataclasses.replace(part, tensor=scale_of[part.tensor]) for part in parts)
+
+    values = Leaf(f"{path}/values", shape, dtype, tuple(parts), tuple(copies))
+    scales = Leaf(
+        f"{path}/scales",
+        scales_shape(shape, matching.block_shape),
+        tensors[scale_of[parts[0].tensor]].array_dtype,
+        of_scales(parts),
+        of_scales(copies),
+    )
+    return Parameter(path, (values, scales))
+
+
+def _group(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
+    """Runs of one layer's parameters of up to `GROUP_BYTES`: Orbax slows down with their number."""
+    groups: list[list[Parameter]] = []
+    size, current = 0, None
+    for parameter in sorted(parameters, key=lambda parameter: _order(parameter.path)):
+        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in parameter.leaves)
+        layer = _order(parameter.path)[:3]
+        if layer != current or size + num_bytes > GROUP_BYTES:
+            groups.append([])
+            size, current = 0, layer
+        groups[-1].append(parameter)
+        size += num_bytes
+    return groups
+
+
+def _order(path: str) -> tuple[tuple[int, int | str], ...]:
+    """A sort key: the target before the draft, its layers by number."""
+    is_draft = path.startswith("draft/")
+    parts = path.split("/")
+    keys = tuple((0, int(part)) if part.isdecimal() else (1, part) for part in parts[1:3])
+    return ((0, int(is_draft)), *(keys if "layers" in parts else ((2, ""), (2, ""))), (3, path))
