@@ -1,5 +1,6 @@
 """`load` and `save`: a checkpoint to a model on a mesh, and back."""
 
+import dataclasses
 import math
 import pathlib
 import shutil
@@ -7,6 +8,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from flax import nnx
 from jax.experimental import multihost_utils
@@ -94,30 +96,27 @@ def save(path: str | pathlib.Path, model: SpeculativeModel) -> None:
             or the model was not loaded.
     """
     path = pathlib.Path(path).absolute()
-    if path.exists():
+    if not _all_hosts(not path.exists()):
         raise CheckpointError(f"{path}: exists already; remove it or choose another name")
     if model.provenance is None:
         raise CheckpointError(f"{path}: only a model that was loaded can be saved")
     _check_shared(path)
-    metadata: dict[str, Any] = {checkpoint.METADATA_KEY: model.provenance.metadata.to_json()}
+    described = dataclasses.replace(model.provenance.metadata, draft=model.draft_kind)
+    metadata: dict[str, Any] = {checkpoint.METADATA_KEY: described.to_json()}
     staging = path.with_name(f".{path.name}.saving")
     try:
-        ocp.save(
-            str(staging),
-            _to_tree(model),
-            custom_metadata=metadata,
-            overwrite=True,
-        )
+        ocp.save(str(staging), _to_tree(model), custom_metadata=metadata, overwrite=True)
         if jax.process_index() == 0:
             hf_files = model.provenance.path / checkpoint.HF_FILES
             if hf_files.is_dir():
                 shutil.copytree(hf_files, staging / checkpoint.HF_FILES)
             staging.rename(path)
+        failure = None
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot be written: {checkpoint.first_line(error)}"
-        ) from error
-    _wait_for_all("jaxspec.save")
+        failure = error
+    if not _all_hosts(failure is None):
+        reason = checkpoint.first_line(failure) if failure else "another host failed"
+        raise CheckpointError(f"{path}: cannot be written: {reason}") from failure
 
 
 def check_parameters(
@@ -284,9 +283,11 @@ def _to_tree(model: SpeculativeModel) -> dict[str, Any]:
     return convert(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
 
 
-def _wait_for_all(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+def _all_hosts(condition: bool) -> bool:
+    """Whether a condition holds on every host; each learns it, so that all go on or all stop."""
+    if jax.process_count() == 1:
+        return condition
+    return bool(np.all(multihost_utils.process_allgather(np.asarray(condition))))
 
 
 def _check_shared(path: pathlib.Path) -> None:
@@ -297,11 +298,11 @@ def _check_shared(path: pathlib.Path) -> None:
     if jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
-    _wait_for_all("jaxspec.save marker written")
-    seen = multihost_utils.process_allgather(jnp.asarray(marker.exists()))
+    multihost_utils.sync_global_devices("jaxspec.save: marker written")
+    is_shared = _all_hosts(marker.exists())
     if jax.process_index() == 0:
         marker.unlink()
-    if not seen.all():
+    if not is_shared:
         raise CheckpointError(
             f"{path}: its parent is not a folder that all hosts share; save to shared storage"
         )

@@ -69,22 +69,21 @@ def absorb_prompts(
         return cache, drafting, anchor
 
     cache = new_cache(model.config.num_hidden_layers)
-    drafting = None if draft is None else (new_cache(draft.num_cache_layers), None)
+    drafting = None
+    if draft is not None:
+        drafting = new_cache(draft.num_cache_layers), draft.empty_live(len(prompts))
     anchor = jnp.take_along_axis(prompts, jnp.minimum(known, last_column)[:, None], axis=1)[:, 0]
-    # The first chunk runs outside the loop, since it gives the draft's `live` its shape.
-    carry = run_chunk(0, cache, drafting, anchor)
-    if t > chunk_size:
-        num_chunks = -(-known.max() // chunk_size)
-        carry = jax.lax.fori_loop(
-            1, num_chunks, lambda i, carry: run_chunk(i * chunk_size, *carry), carry
-        )
-    return carry
+    carry = cache, drafting, anchor
+    if t == chunk_size:
+        return run_chunk(0, *carry)
+    num_chunks = -(-known.max() // chunk_size)
+    return jax.lax.fori_loop(
+        0, num_chunks, lambda i, carry: run_chunk(i * chunk_size, *carry), carry
+    )
 
 
 def advance(new: Any, old: Any, advances: Bool[Array, " b"]) -> Any:
-    """A pytree of rows: `new` where a row advances, else `old`; all new where there is no old."""
-    if old is None:
-        return new
+    """A pytree of rows: `new` where a row advances, else `old`."""
 
     def choose(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(advances.reshape(-1, *(1,) * (new.ndim - 1)), new, old)

@@ -49,6 +49,10 @@ class Draft(Protocol):
 
     num_cache_layers: int
 
+    def empty_live(self, num_rows: int) -> Any:
+        """What `absorb` gives for rows that have absorbed nothing."""
+        ...
+
     def absorb(
         self,
         shared: Shared,

@@ -72,7 +72,8 @@ class NextN(nnx.Module):
         zero_first_embedding: bool = False,
     ):
         shared = {"config": config, "execution": execution, "rngs": rngs}
-        self.execution, self.zero_first_embedding = execution, zero_first_embedding
+        self.config, self.execution = config, execution
+        self.zero_first_embedding = zero_first_embedding
         d = config.hidden_size
         self.embed_tokens = Embedding(**shared) if owns_embedding else None
         self.enorm = RMSNorm(d, eps=config.rms_norm_eps)
@@ -103,6 +104,11 @@ class NextN(nnx.Module):
     def logits(self, shared: Shared, hidden: Float[Array, "*b d"]) -> Float[Array, "*b w"]:
         """float32 logits of normed states."""
         return (self.shared_head.head or shared.lm_head)(hidden, out_dtype=jnp.float32)
+
+    def empty_live(self, num_rows: int) -> Live:
+        """Zeros, in the shapes that `absorb` gives."""
+        hidden = jnp.zeros((num_rows, self.config.hidden_size), self.execution.dtype)
+        return Live(hidden, jnp.zeros((num_rows, self.config.vocab_size), jnp.float32))
 
     def absorb(
         self,
