@@ -13,6 +13,10 @@ E4M3_MAX = 448.0
 """Largest finite float8_e4m3fn. Casting more than 464 gives NaN, so every quantizer clips first."""
 
 
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the low three bits of a float4_e2m1 code stand for; the fourth is the sign."""
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["values", "scales"],
@@ -20,15 +24,16 @@ E4M3_MAX = 448.0
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """A stack of `[out, in]` matrices in float8_e4m3fn, each block of them sharing one scale.
+    """A stack of `[out, in]` matrices in float8_e4m3fn or float4_e2m1, each block sharing one scale.
 
     Block (i, j) covers rows `i * block_shape[0]` on and columns `j * block_shape[1]` on; the last
     block of either dimension may be ragged, so the block shape is carried and never inferred.
 
     Attributes:
-        values: float8_e4m3fn `[..., n, k]`.
+        values: float8_e4m3fn `[..., n, k]`, or uint8 `[..., n, k / 2]` of two float4_e2m1 codes, the
+            even column in the low half.
         scales: float32 or float8_e8m0fnu `[..., ceil(n / rows), ceil(k / columns)]`; a scale
-            **multiplies** the stored value (DeepSeek-V3's `weight_scale_inv`).
+            **multiplies** the stored value (DeepSeek-V3's `weight_scale_inv`, V4's `scale`).
         block_shape: rows and columns of a block.
     """
 
@@ -37,9 +42,14 @@ class QuantizedTensor:
     block_shape: tuple[int, int] = (128, 128)
 
     @property
+    def is_fp4(self) -> bool:
+        return self.values.dtype == np.uint8
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the matrix that this stands for."""
-        return self.values.shape
+        *lead, k = self.values.shape
+        return (*lead, 2 * k if self.is_fp4 else k)
 
     @property
     def ndim(self) -> int:
@@ -47,9 +57,16 @@ class QuantizedTensor:
 
     @property
     def format(self) -> str:
-        """For example `fp8_e4m3_block128`."""
+        """For example `fp8_e4m3_block128` or `fp4_e2m1_block32`."""
         rows, columns = self.block_shape
+        if self.is_fp4:
+            return f"fp4_e2m1_block{columns}"
         return f"fp8_e4m3_block{rows}" if rows == columns else f"fp8_e4m3_block{rows}x{columns}"
+
+    @property
+    def activation_group_size(self) -> int:
+        """Columns of an activation that share a scale in front of this matrix."""
+        return 128 if self.is_fp4 else self.block_shape[1]
 
     def __getitem__(self, index) -> "QuantizedTensor":
         """Selects along the leading (expert) axes; the matrices stay whole."""
@@ -68,11 +85,23 @@ def dequantize(w: QuantizedTensor, dtype=jnp.float32) -> Any:
     Works on JAX and on NumPy arrays alike, and returns the kind it was given.
     """
     xp = np if isinstance(w.values, np.ndarray) else jnp
-    *_, n, k = w.values.shape
+    *_, n, k = w.shape
     scales = w.scales.astype(np.float32)
     scales = xp.repeat(scales, w.block_shape[0], axis=-2)[..., :n, :]
     scales = xp.repeat(scales, w.block_shape[1], axis=-1)[..., :k]
-    return (w.values.astype(np.float32) * scales).astype(dtype)
+    values = unpack_fp4(w.values) if w.is_fp4 else w.values.astype(np.float32)
+    return (values * scales).astype(dtype)
+
+
+def unpack_fp4(packed: Any) -> Any:
+    """uint8 `[..., k / 2]` to float32 `[..., k]`: the low half of a byte is the even column.
+
+    A byte viewed as signed would drag its sign into the high half, hence uint8.
+    """
+    xp = np if isinstance(packed, np.ndarray) else jnp
+    table = xp.asarray(E2M1_VALUES + tuple(-value for value in E2M1_VALUES), np.float32)
+    codes = xp.stack((packed & 0xF, packed >> 4), axis=-1)
+    return table[codes].reshape(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 def quantize_blocks(

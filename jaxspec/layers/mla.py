@@ -15,7 +15,7 @@ from jaxspec.config import ModelConfig
 from jaxspec.execution import Execution
 from jaxspec.layers.linear import Linear
 from jaxspec.layers.norms import RMSNorm
-from jaxspec.layers.rope import rotate, softmax_scale
+from jaxspec.layers.rope import Rope, rope_amplitude, rotate, softmax_scale
 from pallas_kernels.cache_write import write_rows
 from pallas_kernels.mla_prefill import mla_prefill
 from pallas_kernels.paged_mla import gather_rows, paged_mla
@@ -31,6 +31,7 @@ class LatentAttention(nnx.Module):
 
     def __init__(self, *, config: ModelConfig, execution: Execution, rngs: nnx.Rngs):
         self.config, self.execution = config, execution
+        self.rope = Rope(config.rope_theta, config.rope, rope_amplitude(config.rope))
         h, d, c = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
         n, r, v = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         shared = {"config": config, "execution": execution, "rngs": rngs}
@@ -56,7 +57,7 @@ class LatentAttention(nnx.Module):
     ) -> Pages:
         """Caches the latent and the rotated key of each valid token at its position."""
         latent, k_rope = jnp.split(self.kv_a_proj_with_mqa(x), [self.config.kv_lora_rank], axis=-1)
-        k_rope = rotate(k_rope[:, :, None], positions, self.config)[:, :, 0]
+        k_rope = rotate(k_rope[:, :, None], positions, self.rope)[:, :, 0]
         rows = jnp.concatenate((self.kv_a_layernorm(latent), k_rope), axis=-1)
 
         def write_local(pages, rows, page_table, positions, valid):
@@ -83,7 +84,7 @@ class LatentAttention(nnx.Module):
             q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.reshape(b, t, config.num_attention_heads, -1)
         q_nope, q_rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
-        q_rope = rotate(q_rope, positions, config)
+        q_rope = rotate(q_rope, positions, self.rope)
         attend = self._attend_expanded if t > self.expansion_threshold else self._attend_absorbed
         out = attend(q_nope, q_rope, positions, pages, page_table)
         return self.o_proj(out.reshape(b, t, -1))

@@ -1,5 +1,8 @@
 """Feed-forward parts of DeepSeek-V3 (arXiv:2412.19437, 2.1.2): gated MLP, mixture of experts."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -92,31 +95,39 @@ class Experts(nnx.Module):
         expert_weights: Float[Array, "m k"],
     ) -> Float[Array, "m d"]:
         """The weighted sum of each row's experts; an id of -1 leaves the assignment out."""
-        execution = self.execution
-        weights = [p.weight.get_value() for p in (self.gate_proj, self.up_proj, self.down_proj)]
+        run = functools.partial(
+            expert_mlp,
+            quantize=self.execution.quantize_activations,
+            scale_format=self.config.activation_scale_format,
+            implementation=self.execution.kernels,
+        )
+        weights = (self.gate_proj, self.up_proj, self.down_proj)
+        return run_experts(run, self.execution, x, expert_ids, expert_weights, *weights)
 
-        def run_local(x, expert_ids, expert_weights, gate, up, down):
-            if execution.mesh is not None:
-                held = gate.shape[0]
-                local = expert_ids - jax.lax.axis_index("model") * held
-                dispatched = (expert_ids >= 0) & (local >= 0) & (local < held)
-                expert_ids = jnp.where(dispatched, local, -1)
-            y = expert_mlp(
-                x,
-                expert_ids,
-                expert_weights,
-                gate,
-                up,
-                down,
-                quantize=execution.quantize_activations,
-                scale_format=self.config.activation_scale_format,
-                implementation=execution.kernels,
-            )
-            return y if execution.mesh is None else jax.lax.psum(y, "model")
 
-        rows = P("data")
-        specs = (rows, rows, rows, *(weight_spec(w, "experts") for w in weights))
-        return execution.per_device(run_local, specs, rows)(x, expert_ids, expert_weights, *weights)
+def run_experts(
+    run: Callable[..., jax.Array],
+    execution: Execution,
+    x: Float[Array, "m d"],
+    expert_ids: Int[Array, "m k"],
+    expert_weights: Float[Array, "m k"],
+    *matrices: "ExpertWeight",
+) -> Float[Array, "m d"]:
+    """`run` on each device with the experts that it holds; the parts are summed."""
+    weights = [matrix.weight.get_value() for matrix in matrices]
+    if execution.mesh is None:
+        return run(x, expert_ids, expert_weights, *weights)
+
+    def run_local(x, expert_ids, expert_weights, *weights):
+        held = weights[0].shape[0]
+        local = expert_ids - jax.lax.axis_index("model") * held
+        dispatched = (expert_ids >= 0) & (local >= 0) & (local < held)
+        y = run(x, jnp.where(dispatched, local, -1), expert_weights, *weights)
+        return jax.lax.psum(y, "model")
+
+    rows = P("data")
+    specs = (rows, rows, rows, *(weight_spec(w, "experts") for w in weights))
+    return execution.per_device(run_local, specs, rows)(x, expert_ids, expert_weights, *weights)
 
 
 class ExpertWeight(nnx.Module):

@@ -1,6 +1,7 @@
 """Rotary position embedding, interleaved, with YaRN's stretched frequencies."""
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,17 +44,39 @@ def softmax_scale(config: ModelConfig) -> float:
     return (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5 * amplitude**2
 
 
+class Rope(NamedTuple):
+    """One rotary embedding: its base and its stretching."""
+
+    theta: float
+    yarn: Yarn | None
+    amplitude: float = 1.0
+
+
 def rotate(
-    x: Float[Array, "b t h r"], positions: Int[Array, "b t"], config: ModelConfig
+    x: Float[Array, "b t h r"], positions: Int[Array, "b t"], rope: Rope, *, inverse: bool = False
 ) -> Float[Array, "b t h r"]:
-    """Turns each pair (x[2i], x[2i + 1]) by its position's angle, in float32."""
-    frequencies = yarn_frequencies(config.rope_theta, x.shape[-1], config.rope)
+    """Turns each pair (x[2i], x[2i + 1]) by its position's angle, or back, in float32."""
+    frequencies = yarn_frequencies(rope.theta, x.shape[-1], rope.yarn)
     angles = positions[..., None, None].astype(jnp.float32) * jnp.asarray(
         frequencies.reshape(1, 1, 1, -1), jnp.float32
     )
-    amplitude = rope_amplitude(config.rope)
-    cos, sin = jnp.cos(angles) * amplitude, jnp.sin(angles) * amplitude
+    cos, sin = jnp.cos(angles) * rope.amplitude, jnp.sin(angles) * rope.amplitude
+    sin = -sin if inverse else sin
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
     even, odd = pairs[..., 0], pairs[..., 1]
     turned = jnp.stack((even * cos - odd * sin, even * sin + odd * cos), axis=-1)
     return turned.reshape(x.shape).astype(x.dtype)
+
+
+def rotate_last(
+    x: Float[Array, "b t h x"],
+    positions: Int[Array, "b t"],
+    width: int,
+    rope: Rope,
+    *,
+    inverse: bool = False,
+) -> Float[Array, "b t h x"]:
+    """`rotate` on the last `width` columns; the others stay."""
+    still, turning = jnp.split(x, [x.shape[-1] - width], axis=-1)
+    turned = rotate(turning, positions, rope, inverse=inverse)
+    return jnp.concatenate((still, turned), axis=-1)

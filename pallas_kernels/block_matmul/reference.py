@@ -14,7 +14,7 @@ def block_matmul(x, w, *, out_dtype, quantize, scale_format):
     sum of each block; scaling both factors first means the same and differs by 2**-24 a factor.
     """
     if isinstance(w, QuantizedTensor) and quantize:
-        group_size = w.block_shape[1]
+        group_size = w.activation_group_size
         values, scales = quantize_activations(x, group_size=group_size, scale_format=scale_format)
         scales = jnp.repeat(scales, group_size, axis=-1)[:, : x.shape[1]]
         x = values.astype(jnp.float32) * scales

@@ -1,5 +1,7 @@
 """The public `expert_mlp`: check the call, choose an implementation, run it."""
 
+from typing import Literal
+
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels._typing import Implementation, ScaleFormat, require_reference, typechecked
@@ -16,6 +18,8 @@ def expert_mlp(
     up: Float[Array, "e f d"] | QuantizedTensor,
     down: Float[Array, "e d f"] | QuantizedTensor,
     *,
+    limit: float | None = None,
+    weigh: Literal["output", "hidden"] = "output",
     quantize: bool = True,
     scale_format: ScaleFormat = "float32",
     implementation: Implementation = "auto",
@@ -27,9 +31,21 @@ def expert_mlp(
 
     Args:
         expert_ids: 0 to e - 1; -1 leaves out a masked row or another device's expert.
+        limit: the gate is cut above it, up on both sides; None cuts nothing.
+        weigh: where the weight is applied: to the output, or to the input of down (DeepSeek-V4),
+            which matters when that is quantized.
         quantize, scale_format: as for `block_matmul`.
     """
     require_reference("expert_mlp", implementation)
     return reference.expert_mlp(
-        x, expert_ids, expert_weights, gate, up, down, quantize=quantize, scale_format=scale_format
+        x,
+        expert_ids,
+        expert_weights,
+        gate,
+        up,
+        down,
+        limit=limit,
+        weigh=weigh,
+        quantize=quantize,
+        scale_format=scale_format,
     )

@@ -54,7 +54,17 @@ def tile_rows(expert_ids, num_experts, tile) -> Tiles:
     return Tiles(row.reshape(num_tiles, tile), expert, place, last_tile[-1])
 
 
-def expert_mlp(x, expert_ids, expert_weights, gate, up, down, *, quantize, scale_format):
+def swiglu(gate, up, limit):
+    """silu(gate) * up in float32; with a limit, the gate is cut above it and up on both sides."""
+    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return jax.nn.silu(gate) * up
+
+
+def expert_mlp(
+    x, expert_ids, expert_weights, gate, up, down, *, limit, weigh, quantize, scale_format
+):
     """y[m] = sum over k of weight[m, k] * down_e(silu(gate_e(x[m])) * up_e(x[m])), e = id[m, k]."""
     num_experts, (_, k) = gate.shape[0], expert_ids.shape
     tile = tile_size(expert_ids.size, num_experts)
@@ -68,9 +78,10 @@ def expert_mlp(x, expert_ids, expert_weights, gate, up, down, *, quantize, scale
 
         def compute():
             x_tile = jnp.where((row >= 0)[:, None], x[jnp.maximum(row, 0) // k], 0)
-            hidden = jax.nn.silu(matmul(x_tile, gate[expert]).astype(jnp.float32))
-            hidden = (hidden * matmul(x_tile, up[expert]).astype(jnp.float32)).astype(x.dtype)
-            return matmul(hidden, down[expert])
+            hidden = swiglu(matmul(x_tile, gate[expert]), matmul(x_tile, up[expert]), limit)
+            if weigh == "hidden":
+                hidden *= expert_weights.reshape(-1)[jnp.maximum(row, 0)][:, None]
+            return matmul(hidden.astype(x.dtype), down[expert])
 
         return None, jax.lax.cond(
             index < tiles.num_used, compute, lambda: jnp.zeros((tile, x.shape[1]), x.dtype)
@@ -80,4 +91,6 @@ def expert_mlp(x, expert_ids, expert_weights, gate, up, down, *, quantize, scale
     _, y = jax.lax.scan(run_tile, None, steps)
     y = y.reshape(-1, x.shape[1])[jnp.maximum(tiles.place, 0)].astype(jnp.float32)
     y = jnp.where((tiles.place >= 0)[:, None], y, 0).reshape(*expert_ids.shape, x.shape[1])
-    return (y * expert_weights[..., None]).sum(axis=1).astype(x.dtype)
+    if weigh == "output":
+        y *= expert_weights[..., None]
+    return y.sum(axis=1).astype(x.dtype)
