@@ -19,7 +19,7 @@ from convert.safetensors_file import MappedTensors, TensorInfo, create
 from convert.source import INDEX
 from convert.verify import changed_arrays
 from jaxspec.checkpoint import HF_FILES, first_line
-from jaxspec.config import ModelConfig
+from jaxspec.config import read_config
 from jaxspec.errors import CheckpointError
 
 
@@ -80,7 +80,7 @@ def _refuse_full(output: pathlib.Path, recorded: Record) -> None:
 def _plan(checkpoint: Checkpoint, recorded: Record, tensors: Mapping[str, TensorInfo]) -> Plan:
     """The conversion's plan, made again."""
     metadata = checkpoint.metadata
-    config = ModelConfig.from_hf(metadata.hf_config, metadata.generation_config)
+    config = read_config(metadata.hf_config, metadata.generation_config)
 
     def was_equal(name: str, _: str) -> bool:
         return name.removesuffix(SCALE_SUFFIX) in recorded.copies

@@ -9,7 +9,7 @@ from typing import Any
 
 from convert.safetensors_file import SafetensorsFile, TensorInfo
 from jaxspec.checkpoint import parse_json
-from jaxspec.config import ModelConfig
+from jaxspec.config import ModelConfig, read_config
 from jaxspec.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -48,7 +48,7 @@ class Source:
     generation_config: Mapping[str, Any] | None
 
     def model_config(self) -> ModelConfig:
-        return ModelConfig.from_hf(self.config, self.generation_config)
+        return read_config(self.config, self.generation_config)
 
     def file(self, name: str) -> SafetensorsFile:
         """The file that holds a tensor."""
@@ -84,7 +84,7 @@ def open_source(source: str) -> Source:
     if config is None:
         raise CheckpointError(f"{folder}: no config.json; not a Hugging Face checkpoint folder")
     generation = parse_json(folder / "generation_config.json")
-    ModelConfig.from_hf(config, generation)  # another model type is said before anything else
+    read_config(config, generation)  # another model type is said before anything else
     index, locations = _read_index(folder)
     names = sorted(set(locations.values())) if locations else _all_files(folder)
     files = {name: SafetensorsFile(folder / name) for name in names}

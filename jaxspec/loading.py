@@ -16,7 +16,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from jaxspec import checkpoint
 from jaxspec.checkpoint import Leaf, Metadata
-from jaxspec.config import ModelConfig
+from jaxspec.config import ModelConfig, read_config
 from jaxspec.errors import CapacityError, CheckpointError, RequestError
 from jaxspec.execution import Execution, Kernels
 from jaxspec.model import (
@@ -28,7 +28,7 @@ from jaxspec.model import (
     parameter_specs,
 )
 from jaxspec.sharding import check_divides, parameter_sharding, rebuild_mesh
-from pallas_kernels.quantized import QuantizedTensor, scales_shape
+from pallas_kernels.quantized import FP4_BLOCK_SHAPE, QuantizedTensor, scales_shape
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -36,7 +36,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 def load(
     path: str | pathlib.Path,
     mesh: Mesh | None = None,
-    draft: Literal["auto", "nextn"] | None = "auto",
+    draft: Literal["auto", "nextn", "mtp"] | None = "auto",
     dtype: Any = None,
     quantize_activations: bool = True,
     zero_first_embedding: bool | None = None,
@@ -50,7 +50,8 @@ def load(
         draft: "auto" is the one that the checkpoint holds, None is plain decoding.
         dtype: compute dtype, default the checkpoint's; stored weights keep theirs.
         quantize_activations: False dequantizes weights instead of quantizing activations.
-        zero_first_embedding: whether the draft's embedding at position 0 is zeroed; None does not.
+        zero_first_embedding: whether the draft's embedding at position 0 is zeroed; None is each
+            draft's own way: MTP zeroes it, NextN does not.
         kernels: implementation of the operations.
 
     Raises:
@@ -61,7 +62,7 @@ def load(
     """
     path = pathlib.Path(path)
     metadata, leaves = checkpoint.read(path)
-    config = ModelConfig.from_hf(metadata.hf_config, metadata.generation_config)
+    config = read_config(metadata.hf_config, metadata.generation_config)
     kind = _choose_draft(draft, metadata, path)
     execution = Execution(
         dtype=_compute_dtype(dtype, config),
@@ -76,7 +77,8 @@ def load(
     for name, spec in specs.items():
         sizes = {axis: size for axis, size in zip(spec.axes, spec.shape, strict=True) if axis}
         check_divides(name, sizes, execution.mesh)
-    check_divides("num_attention_heads", {"heads": config.num_attention_heads}, execution.mesh)
+    for name, size in config.head_counts.items():
+        check_divides(name, {"heads": size}, execution.mesh)
     shardings = _shardings(specs, leaves, execution.mesh)
     _check_memory(leaves, shardings, path)
     tree = _read_arrays(path, leaves, shardings)
@@ -131,6 +133,11 @@ def check_parameters(
         CheckpointError: names the first parameter at fault, and how.
     """
     expected: set[str] = set()
+
+    def block_of(name: str, leaves: dict[str, Leaf]) -> tuple[int, int]:
+        values = leaves.get(f"{name}/values")
+        return FP4_BLOCK_SHAPE if values and values.dtype == np.uint8 else block_shape
+
     for name, spec in specs.items():
         quantized = f"{name}/values" in leaves
         names = [f"{name}/values", f"{name}/scales"] if quantized else [name]
@@ -140,7 +147,7 @@ def check_parameters(
                 if spec.optional:
                     continue
                 raise CheckpointError(f"{path}: parameter {leaf_name} is missing")
-            _check_leaf(leaf_name, leaves[leaf_name], spec, block_shape, path)
+            _check_leaf(leaf_name, leaves[leaf_name], spec, block_of(name, leaves), path)
     unknown = sorted(leaves.keys() - expected)
     if unknown:
         raise CheckpointError(
@@ -155,7 +162,11 @@ def _check_leaf(
     if name.endswith("/scales"):
         shape, dtypes = scales_shape(spec.shape, block_shape), ("float32", "float8_e8m0fnu")
     elif name.endswith("/values"):
-        dtypes = ("float8_e4m3fn",) if spec.quantizable else ()
+        dtypes = ("float8_e4m3fn", "uint8") if spec.quantizable else ()
+        if block_shape == FP4_BLOCK_SHAPE:
+            shape = (*spec.shape[:-1], spec.shape[-1] // 2)
+    elif jnp.issubdtype(spec.dtype, jnp.integer):
+        dtypes = (jnp.dtype(spec.dtype).name,)
     if leaf.shape != shape:
         raise CheckpointError(f"{path}: parameter {name} has shape {leaf.shape}; {shape} is needed")
     if jnp.dtype(leaf.dtype).name not in dtypes:
@@ -166,13 +177,16 @@ def _check_leaf(
 
 
 def _choose_draft(draft: str | None, metadata: Metadata, path: pathlib.Path) -> DraftKind | None:
-    if draft not in ("auto", "nextn", None):
-        raise RequestError(f"load: draft={draft!r}; 'auto', 'nextn' or None is needed")
-    if draft is None or (draft == "auto" and metadata.draft is None):
-        return None
-    if draft in ("auto", metadata.draft):
-        return "nextn"
-    raise CheckpointError(f"{path}: the checkpoint holds no {draft} draft; load it with draft=None")
+    held = metadata.draft
+    if held not in ("nextn", "mtp", None):
+        raise CheckpointError(f"{path}: holds a {held} draft, which this jaxspec does not know")
+    if draft not in ("auto", "nextn", "mtp", None):
+        raise RequestError(f"load: draft={draft!r}; 'auto', 'nextn', 'mtp' or None is needed")
+    if draft not in ("auto", held, None):
+        raise CheckpointError(
+            f"{path}: the checkpoint holds no {draft} draft; load it with draft=None"
+        )
+    return None if draft is None else held
 
 
 def _compute_dtype(dtype: Any, config: ModelConfig) -> jnp.dtype:
@@ -266,7 +280,8 @@ def _fill(
             variable.set_value(arrays[path])
         else:
             values, scales = arrays[f"{path}/values"], arrays[f"{path}/scales"]
-            variable.set_value(QuantizedTensor(values, scales, block_shape))
+            block = FP4_BLOCK_SHAPE if values.dtype == np.uint8 else block_shape
+            variable.set_value(QuantizedTensor(values, scales, block))
     return model
 
 

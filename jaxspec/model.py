@@ -2,21 +2,26 @@
 
 import dataclasses
 import pathlib
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxspec.checkpoint import Metadata
-from jaxspec.config import ModelConfig
+from jaxspec.config import DeepseekV4Config, ModelConfig
 from jaxspec.drafts.draft import Shared
+from jaxspec.drafts.mtp import MTP
 from jaxspec.drafts.nextn import NextN
 from jaxspec.execution import Execution
 from jaxspec.models.deepseek_v3 import DeepseekV3
+from jaxspec.models.deepseek_v4 import DeepseekV4
+from jaxspec.models.target import Target
 
-DraftKind = Literal["nextn"]
+DraftKind = Literal["nextn", "mtp"]
 
-OPTIONAL_DRAFT_PARAMETERS = ("draft/embed_tokens/weight", "draft/shared_head/head/weight")
+# Stored only where they differ from the target's: the draft's own embedding and head.
+OWN_EMBEDDING = ("draft/embed_tokens/weight", "draft/embed/weight")
+OWN_HEAD = ("draft/shared_head/head/weight", "draft/head/weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,24 +53,42 @@ class SpeculativeModel(nnx.Module):
     ):
         self.config, self.execution, self.draft_kind = config, execution, draft
         self.provenance: Provenance | None = None
-        self.target = DeepseekV3(config=config, execution=execution, rngs=rngs)
-        self.draft = (
-            NextN(
-                config=config,
-                execution=execution,
-                rngs=rngs,
-                owns_embedding=OPTIONAL_DRAFT_PARAMETERS[0] in owned,
-                owns_head=OPTIONAL_DRAFT_PARAMETERS[1] in owned,
-                zero_first_embedding=bool(zero_first_embedding),
-            )
-            if draft == "nextn"
-            else None
-        )
+        shared = {"config": config, "execution": execution, "rngs": rngs}
+        is_v4 = isinstance(config, DeepseekV4Config)
+        self.target: Target = DeepseekV4(**shared) if is_v4 else DeepseekV3(**shared)
+        self.draft = make_draft(draft, owned, zero_first_embedding, **shared)
 
     @property
     def shared(self) -> Shared:
         """What the draft uses of the target."""
-        return Shared(self.target.embed_tokens, self.target.lm_head)
+        return Shared(*self.target.embedding_and_head)
+
+
+def make_draft(
+    kind: DraftKind | None,
+    owned: tuple[str, ...],
+    zero_first_embedding: bool | None,
+    **shared: Any,
+) -> NextN | MTP | None:
+    """The draft of that kind. The first embedding is zeroed as told, else as in the kind's seed."""
+    if kind is None:
+        return None
+    draft = NextN if kind == "nextn" else MTP
+    return draft(
+        owns_embedding=any(name in owned for name in OWN_EMBEDDING),
+        owns_head=any(name in owned for name in OWN_HEAD),
+        zero_first_embedding=kind == "mtp"
+        if zero_first_embedding is None
+        else zero_first_embedding,
+        **shared,
+    )
+
+
+def announced_draft(config: ModelConfig) -> DraftKind | None:
+    """The kind of draft that the config says there is."""
+    if not config.num_nextn_predict_layers:
+        return None
+    return "mtp" if isinstance(config, DeepseekV4Config) else "nextn"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +132,7 @@ def abstract_model(
 
 def parameter_specs(config: ModelConfig, draft: DraftKind | None) -> dict[str, ParameterSpec]:
     """Every parameter by its path, as `target/layers/3/self_attn/q_b_proj/weight`."""
-    model = abstract_model(config, Execution(), draft, owned=OPTIONAL_DRAFT_PARAMETERS)
+    model = abstract_model(config, Execution(), draft, owned=OWN_EMBEDDING + OWN_HEAD)
     specs = {}
     for keys, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         path, value = "/".join(map(str, keys)), variable.get_value()
@@ -118,6 +141,6 @@ def parameter_specs(config: ModelConfig, draft: DraftKind | None) -> dict[str, P
             dtype=value.dtype,
             axes=variable.get_metadata("axes"),
             quantizable=variable.get_metadata().get("quantizable", False),
-            optional=path in OPTIONAL_DRAFT_PARAMETERS,
+            optional=path in OWN_EMBEDDING + OWN_HEAD,
         )
     return specs

@@ -17,6 +17,10 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the low three bits of a float4_e2m1 code stand for; the fourth is the sign."""
 
 
+FP4_BLOCK_SHAPE = (1, 32)
+"""Rows and columns of a float4_e2m1 block; no other is in use."""
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["values", "scales"],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.config import ModelConfig, Yarn
+from jaxspec.config import DeepseekV3Config, Yarn
 from jaxspec.errors import ConfigError
 
 # What the released files say, in their own keys.
@@ -100,7 +100,7 @@ def changed(**values):
 
 
 def test_deepseek_v3():
-    config = ModelConfig.from_hf(V3)
+    config = DeepseekV3Config.from_hf(V3)
     assert config.latent_dim == 576
     assert config.rope == Yarn(40.0, 4096, 32.0, 1.0, 1.0, 1.0)
     assert config.quantization is not None
@@ -112,12 +112,12 @@ def test_deepseek_v3():
 
 
 def test_v3_1_rounds_activation_scales_to_powers_of_two():
-    config = ModelConfig.from_hf(changed(quantization_config__scale_fmt="ue8m0"))
+    config = DeepseekV3Config.from_hf(changed(quantization_config__scale_fmt="ue8m0"))
     assert config.activation_scale_format == "ue8m0"
 
 
 def test_kimi_k2_shares_the_architecture_and_has_no_draft():
-    config = ModelConfig.from_hf(KIMI_K2)
+    config = DeepseekV3Config.from_hf(KIMI_K2)
     assert config.num_nextn_predict_layers == 0
     assert config.n_group == config.topk_group == 1
 
@@ -137,33 +137,33 @@ def test_the_keys_of_transformers_5():
             "rope_type": "yarn",
         },
     }
-    assert ModelConfig.from_hf(newer) == ModelConfig.from_hf(V3)
+    assert DeepseekV3Config.from_hf(newer) == DeepseekV3Config.from_hf(V3)
 
 
 def test_plain_rotary_embedding_and_direct_queries():
-    config = ModelConfig.from_hf(changed(rope_scaling=None, q_lora_rank=None))
+    config = DeepseekV3Config.from_hf(changed(rope_scaling=None, q_lora_rank=None))
     assert config.rope is None and config.q_lora_rank is None
 
 
 def test_generation_config_comes_first():
-    config = ModelConfig.from_hf(V3, {"eos_token_id": [3, 1], "pad_token_id": 7})
+    config = DeepseekV3Config.from_hf(V3, {"eos_token_id": [3, 1], "pad_token_id": 7})
     assert (config.eos_token_ids, config.pad_token_id) == ((3, 1), 7)
-    assert ModelConfig.from_hf(V3, {"temperature": 0.6}).eos_token_ids == (1,)
-    none = ModelConfig.from_hf(changed(eos_token_id=None))
+    assert DeepseekV3Config.from_hf(V3, {"temperature": 0.6}).eos_token_ids == (1,)
+    none = DeepseekV3Config.from_hf(changed(eos_token_id=None))
     assert (none.eos_token_ids, none.pad_token_id) == ((), 0)
 
 
 def test_keys_that_nothing_reads_are_listed():
-    config = ModelConfig.from_hf(V3 | {"index_topk": 2048, "_name_or_path": "x"})
+    config = DeepseekV3Config.from_hf(V3 | {"index_topk": 2048, "_name_or_path": "x"})
     assert config.unknown_keys == ("index_topk",)
 
 
 def test_an_nvfp4_config_runs_its_draft_in_bf16():
     nvfp4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-    config = ModelConfig.from_hf(changed(quantization_config=nvfp4))
+    config = DeepseekV3Config.from_hf(changed(quantization_config=nvfp4))
     assert config.quantization is not None and config.quantization.method == "nvfp4"
     assert config.draft_quantization is None
-    fp8 = ModelConfig.from_hf(V3)
+    fp8 = DeepseekV3Config.from_hf(V3)
     assert fp8.draft_quantization == fp8.quantization
 
 
@@ -205,7 +205,7 @@ def test_an_nvfp4_config_runs_its_draft_in_bf16():
 )
 def test_what_cannot_be_honoured_is_refused_by_key(values, message):
     with pytest.raises(ConfigError, match="config.json") as error:
-        ModelConfig.from_hf(changed(**values))
+        DeepseekV3Config.from_hf(changed(**values))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -213,6 +213,6 @@ def test_what_cannot_be_honoured_is_refused_by_key(values, message):
 @pytest.mark.parametrize("case", ["v3_bf16", "v3_fp8"])
 def test_the_golden_configs_are_read(case):
     path = Path(__file__).parent / "golden" / case / "config.json"
-    config = ModelConfig.from_hf(json.loads(path.read_text()))
+    config = DeepseekV3Config.from_hf(json.loads(path.read_text()))
     assert config.unknown_keys == ()
     assert (config.quantization is None) == (case == "v3_bf16")

@@ -1,7 +1,7 @@
 """Rings: the last rows of a sequence, each in the slot of its position.
 
-A ring of `size` slots keeps position p in slot `p % size`. With `size` at least the positions that a
-valid read may touch plus the longest block that may be rejected, what a rejected token wrote has
+A ring of `size` slots keeps position p in slot `p % size`. With `size` at least the positions that
+a valid read may touch plus the longest block that may be rejected, what a rejected token wrote has
 replaced only positions that no later read touches, so nothing is ever put back.
 """
 
@@ -44,7 +44,7 @@ def read_at(
     start: Int[Array, " b"],
     positions: Int[Array, "b n"],
 ) -> Float[Array, "b n x"]:
-    """Rows by position: from the ring before `start`, from `rows`, which begin there, after; else 0."""
+    """Rows by position: before `start` from the ring, from there on from `rows`; else zeros."""
     size, t = ring.shape[1], rows.shape[1]
     old = jnp.take_along_axis(ring, (positions % size)[..., None], axis=1)
     offset = positions - start[:, None]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxspec.cache.latent import CacheOptions
+from jaxspec.cache.pages import CacheOptions
 from jaxspec.decoding.request import Prompts, Request, make_request
 from jaxspec.decoding.sampling import Sampling
 from jaxspec.decoding.stats import SpeculationStats
@@ -83,7 +83,6 @@ def generate(
     tokens, state = _generate(
         model,
         *_arrays(model, request, eos_token_ids),
-        num_pages=request.num_pages,
         max_new_tokens=request.max_new_tokens,
         num_draft_tokens=request.num_draft_tokens,
         sampling=sampling or Sampling(),
@@ -138,7 +137,7 @@ def _stream(
     arrays = _arrays(model, request, eos_token_ids)
     eos = arrays[-1]
     static = {"num_draft_tokens": request.num_draft_tokens, "sampling": sampling}
-    state, chunk = start(model, *arrays, num_pages=request.num_pages, options=options, **static)
+    state, chunk = start(model, *arrays, options=options, **static)
     while True:
         rows = slice(request.num_rows)
         yield Chunk(chunk.tokens[rows], chunk.counts[rows], chunk.finished[rows])
@@ -162,23 +161,23 @@ def _arrays(model: SpeculativeModel, request: Request, eos_token_ids: Sequence[i
         request.lengths,
         request.budgets,
         request.is_context_bound,
-        request.page_table,
+        request.pages,
         jnp.asarray(eos, jnp.int32).reshape(-1),
     )
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("num_pages", "max_new_tokens", "num_draft_tokens", "sampling", "options"),
+    static_argnames=("max_new_tokens", "num_draft_tokens", "sampling", "options"),
 )
 def _generate(
-    model, prompts, lengths, budgets, is_context_bound, page_table, eos, *,
-    num_pages, max_new_tokens, num_draft_tokens, sampling, options,
+    model, prompts, lengths, budgets, is_context_bound, pages, eos, *,
+    max_new_tokens, num_draft_tokens, sampling, options,
 ):  # fmt: skip
     """The whole call as one program: tokens `[b, max_new_tokens]` and the last state."""
     state, chunk = start(
-        model, prompts, lengths, budgets, is_context_bound, page_table, eos,
-        num_pages=num_pages, num_draft_tokens=num_draft_tokens, sampling=sampling, options=options,
+        model, prompts, lengths, budgets, is_context_bound, pages, eos,
+        num_draft_tokens=num_draft_tokens, sampling=sampling, options=options,
     )  # fmt: skip
     buffer = jnp.zeros((prompts.shape[0], max_new_tokens), jnp.int32)
     emitted = jnp.zeros_like(budgets)

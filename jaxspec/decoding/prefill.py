@@ -1,13 +1,12 @@
 """Taking in the prompts, chunk by chunk."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxspec.cache.latent import CacheOptions, LatentCache, empty_cache
+from jaxspec.cache.pages import CacheOptions, PageTables
 from jaxspec.decoding.sampling import Sampling
 from jaxspec.model import SpeculativeModel
 
@@ -16,13 +15,12 @@ def absorb_prompts(
     model: SpeculativeModel,
     prompts: Int[Array, "b t"],
     known: Int[Array, " b"],
-    page_table: Int[Array, "b pages_per_row"],
+    pages: PageTables,
     *,
-    num_pages: int,
-    with_draft: bool,
+    num_draft_tokens: int,
     sampling: Sampling | None,
     options: CacheOptions,
-) -> tuple[LatentCache, tuple[LatentCache, Any] | None, Int[Array, " b"]]:
+) -> tuple[Any, tuple[Any, Any] | None, Int[Array, " b"]]:
     """Fills the caches with the first `known` tokens of each row.
 
     With `sampling`, the anchor that follows is the target's choice; without, it is the prompt's own
@@ -31,16 +29,8 @@ def absorb_prompts(
     Returns:
         The target's cache; the draft's and what it proposes from, or None; and the anchors.
     """
-    draft = model.draft if with_draft else None
-    new_cache = functools.partial(
-        empty_cache,
-        num_pages=num_pages,
-        page_table=page_table,
-        options=options,
-        width=model.config.latent_dim,
-        execution=model.execution,
-    )
-    t = prompts.shape[1]
+    draft = model.draft if num_draft_tokens else None
+    b, t = prompts.shape
     chunk_size = min(options.prefill_chunk, t)
     prompts = jnp.pad(prompts, ((0, 0), (0, -t % chunk_size)))
     last_column = prompts.shape[1] - 1
@@ -68,10 +58,11 @@ def absorb_prompts(
             drafting = draft_cache, advance(new_live, live, valid.any(axis=1))
         return cache, drafting, anchor
 
-    cache = new_cache(model.config.num_hidden_layers)
+    max_block = num_draft_tokens + 1
+    cache = model.target.empty_cache(b, max_block, pages, options)
     drafting = None
     if draft is not None:
-        drafting = new_cache(draft.num_cache_layers), draft.empty_live(len(prompts))
+        drafting = draft.empty_cache(b, max_block, pages, options), draft.empty_live(b)
     anchor = jnp.take_along_axis(prompts, jnp.minimum(known, last_column)[:, None], axis=1)[:, 0]
     carry = cache, drafting, anchor
     if t == chunk_size:

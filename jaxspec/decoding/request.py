@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxspec.cache.latent import CacheOptions, PageAllocator, own_pages, pages_needed
+from jaxspec.cache.pages import CacheOptions, PageTables, make_page_tables
 from jaxspec.config import ModelConfig
 from jaxspec.errors import RequestError
 from jaxspec.model import SpeculativeModel
@@ -28,8 +28,7 @@ class Request:
         lengths: int32 `[b]`; prompt tokens of each row. Added rows have one token and no budget.
         budgets: int32 `[b]`; tokens that each row may emit.
         is_context_bound: bool `[b]`; whether the model's context, not the caller, sets the budget.
-        page_table: int32 `[b, pages_per_row]`.
-        num_pages: pages of a layer's pool.
+        pages: which pages each row has.
         num_rows: rows that the caller asked for; the first ones.
         max_new_tokens: the bucket that holds the largest budget.
         num_draft_tokens: tokens drafted a round; 0 is plain decoding.
@@ -39,8 +38,7 @@ class Request:
     lengths: jax.Array
     budgets: jax.Array
     is_context_bound: jax.Array
-    page_table: jax.Array
-    num_pages: int
+    pages: PageTables
     num_rows: int
     max_new_tokens: int
     num_draft_tokens: int
@@ -73,29 +71,26 @@ def make_request(
     num_rows = tokens.shape[0]
     tokens, lengths, budgets, is_context_bound = _plan_rows(model, tokens, lengths, max_new_tokens)
     new_bucket = bucket(max_new_tokens)
-    pages_per_row = pages_needed(tokens.shape[1] + new_bucket + g + 1, cache.page_size)
-    shards = model.execution.num_data_shards
-    if cache.num_pages is None:
-        table, num_pages = (
-            own_pages(len(tokens), pages_per_row, shards),
-            len(tokens) * pages_per_row,
-        )
-    else:
+    ends = None
+    if cache.num_pages is not None:
         if isinstance(lengths, Tracer):
             raise RequestError(
                 "CacheOptions.num_pages needs concrete prompt lengths; leave it None under jit"
             )
-        ends = np.asarray(lengths) + np.where(np.arange(len(tokens)) < num_rows, max_new_tokens, 0)
-        needed = [pages_needed(int(end) + g + 1, cache.page_size) for end in ends]
-        num_pages = cache.num_pages
-        table = PageAllocator(num_pages, shards).allocate(needed, pages_per_row)
+        ends = np.asarray(lengths) + np.asarray(budgets) + g + 1
     return Request(
         prompts=jnp.asarray(tokens),
         lengths=jnp.asarray(lengths),
         budgets=jnp.asarray(budgets),
         is_context_bound=jnp.asarray(is_context_bound),
-        page_table=jnp.asarray(table),
-        num_pages=num_pages,
+        pages=make_page_tables(
+            model.config.cache_ratios,
+            len(tokens),
+            tokens.shape[1] + new_bucket + g + 1,
+            cache,
+            model.execution.num_data_shards,
+            ends,
+        ),
         num_rows=num_rows,
         max_new_tokens=new_bucket,
         num_draft_tokens=g,
@@ -105,7 +100,7 @@ def make_request(
 def choose_num_draft_tokens(model: SpeculativeModel, num_draft_tokens: int | None) -> int:
     """Tokens drafted a round: by default one for each draft layer, none without a draft."""
     if num_draft_tokens is None:
-        return 0 if model.draft is None else model.draft.num_cache_layers
+        return 0 if model.draft is None else model.draft.default_num_draft_tokens
     if num_draft_tokens < 0:
         raise RequestError(f"num_draft_tokens={num_draft_tokens}; 0 or more is needed")
     if num_draft_tokens and model.draft is None:

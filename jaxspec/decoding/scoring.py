@@ -8,14 +8,14 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.cache.latent import CacheOptions, LatentCache, empty_cache, own_pages
+from jaxspec.cache.pages import CacheOptions, PageTables, make_page_tables
 from jaxspec.decoding.prefill import absorb_prompts
 from jaxspec.decoding.request import Prompts, check_ids, choose_num_draft_tokens, make_request
 from jaxspec.decoding.sampling import Sampling
 from jaxspec.drafts.draft import Draft, Proposal
 from jaxspec.errors import RequestError
 from jaxspec.model import SpeculativeModel
-from jaxspec.models.deepseek_v3 import Logits
+from jaxspec.models.target import Logits
 
 
 def target_logits(model: SpeculativeModel, tokens: Int[Array, "b t"]) -> Float[Array, "b t w"]:
@@ -70,8 +70,8 @@ def propose(
     if not isinstance(lengths, Tracer) and lengths.min() < 2:
         raise RequestError("propose: a prompt of one token has no target state before its anchor")
     proposal = _propose(
-        model, request.prompts, request.lengths, request.page_table,
-        num_pages=request.num_pages, num_draft_tokens=g,
+        model, request.prompts, request.lengths, request.pages,
+        num_draft_tokens=g,
         sampling=sampling or Sampling(), options=options,
     )  # fmt: skip
     return jax.tree.map(lambda x: x[: request.num_rows], proposal)
@@ -88,16 +88,12 @@ def require_draft(model: SpeculativeModel, op: str) -> Draft:
     return model.draft
 
 
-@functools.partial(
-    jax.jit, static_argnames=("num_pages", "num_draft_tokens", "sampling", "options")
-)
-def _propose(
-    model, prompts, lengths, page_table, *, num_pages, num_draft_tokens, sampling, options
-):
+@functools.partial(jax.jit, static_argnames=("num_draft_tokens", "sampling", "options"))
+def _propose(model, prompts, lengths, pages, *, num_draft_tokens, sampling, options):
     known = lengths - 1
     _, drafting, anchor = absorb_prompts(
-        model, prompts, known, page_table,
-        num_pages=num_pages, with_draft=True, sampling=None, options=options,
+        model, prompts, known, pages,
+        num_draft_tokens=num_draft_tokens, sampling=None, options=options,
     )  # fmt: skip
     assert drafting is not None  # `propose` has refused a model without a draft.
     _, proposal = model.draft.propose(
@@ -115,25 +111,26 @@ def _target_logits(model, tokens):
 
 @jax.jit
 def _draft_logits(model, tokens):
-    _, captured, cache = _forward(model, tokens[:, :-1], None)
-    cache = _whole_cache(model, 1, *captured.shape[:2])
-    hidden, _ = model.draft.forward(
+    _, captured, _ = _forward(model, tokens[:, :-1], None)
+    b, t = captured.shape[:2]
+    draft: Any = model.draft  # NextN and MTP have rows to score.
+    cache = draft.empty_cache(b, 1, *_whole_pages(model, b, t))
+    hidden, _ = draft.forward(
         model.shared, cache, tokens[:, 1:], _positions(captured), captured, _all_valid(captured)
     )
-    return model.draft.logits(model.shared, hidden)
+    return draft.logits(model.shared, hidden)
 
 
 def _forward(model: SpeculativeModel, tokens: Int[Array, "b t"], logits: Logits):
     """The target over whole sequences, with a cache of one page a row."""
-    cache = _whole_cache(model, model.config.num_hidden_layers, *tokens.shape)
+    cache = model.target.empty_cache(len(tokens), 1, *_whole_pages(model, *tokens.shape))
     return model.target.forward(tokens, _positions(tokens), cache, _all_valid(tokens), logits)
 
 
-def _whole_cache(model: SpeculativeModel, num_layers: int, b: int, t: int) -> LatentCache:
-    execution = model.execution
-    table = jnp.asarray(own_pages(b, 1, execution.num_data_shards))
+def _whole_pages(model: SpeculativeModel, b: int, t: int) -> tuple[PageTables, CacheOptions]:
     options = CacheOptions(page_size=t)
-    return empty_cache(num_layers, b, table, options, model.config.latent_dim, execution)
+    shards = model.execution.num_data_shards
+    return make_page_tables(model.config.cache_ratios, b, t, options, shards), options
 
 
 def _positions(x: jax.Array) -> Int[Array, "b t"]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxspec.cache.latent import CacheOptions, LatentCache
+from jaxspec.cache.pages import CacheOptions, PageTables
 from jaxspec.decoding.prefill import absorb_prompts, advance
 from jaxspec.decoding.sampling import Sampling
 from jaxspec.decoding.stats import SpeculationStats
@@ -64,8 +64,8 @@ class DecodeState:
         stats: counters per row.
     """
 
-    cache: LatentCache
-    drafting: tuple[LatentCache, Any] | None
+    cache: Any
+    drafting: tuple[Any, Any] | None
     anchor: jax.Array
     position: jax.Array
     remaining: jax.Array
@@ -79,19 +79,16 @@ class DecodeState:
         return self.finish_reason == FinishReason.RUNNING
 
 
-@functools.partial(
-    jax.jit, static_argnames=("num_pages", "num_draft_tokens", "sampling", "options")
-)
+@functools.partial(jax.jit, static_argnames=("num_draft_tokens", "sampling", "options"))
 def start(
     model: SpeculativeModel,
     prompts: Int[Array, "b t"],
     lengths: Int[Array, " b"],
     budgets: Int[Array, " b"],
     is_context_bound: Bool[Array, " b"],
-    page_table: Int[Array, "b pages_per_row"],
+    pages: PageTables,
     eos: Int[Array, " num_eos"],
     *,
-    num_pages: int,
     num_draft_tokens: int,
     sampling: Sampling,
     options: CacheOptions,
@@ -101,9 +98,8 @@ def start(
         model,
         prompts,
         lengths,
-        page_table,
-        num_pages=num_pages,
-        with_draft=num_draft_tokens > 0,
+        pages,
+        num_draft_tokens=num_draft_tokens,
         sampling=sampling,
         options=options,
     )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.cache.latent import LatentCache
+from jaxspec.cache.pages import CacheOptions, PageTables
 from jaxspec.decoding.sampling import Sampling
 from jaxspec.layers.embedding import Embedding
 from jaxspec.layers.linear import Linear
@@ -47,7 +47,16 @@ class Proposal:
 class Draft(Protocol):
     """The protocol; the loop knows no more of a draft."""
 
-    num_cache_layers: int
+    @property
+    def default_num_draft_tokens(self) -> int:
+        """Tokens drafted a round where the caller does not say."""
+        ...
+
+    def empty_cache(
+        self, num_rows: int, max_block: int, pages: PageTables, options: CacheOptions
+    ) -> Any:
+        """A cache that has absorbed nothing."""
+        ...
 
     def empty_live(self, num_rows: int) -> Any:
         """What `absorb` gives for rows that have absorbed nothing."""
@@ -56,12 +65,12 @@ class Draft(Protocol):
     def absorb(
         self,
         shared: Shared,
-        cache: LatentCache,
+        cache: Any,
         next_tokens: Int[Array, "b t"],
         positions: Int[Array, "b t"],
-        captured: Float[Array, "b t d"],
+        captured: Float[Array, "b t *d"],
         valid: Bool[Array, "b t"],
-    ) -> tuple[LatentCache, Any]:
+    ) -> tuple[Any, Any]:
         """Takes in committed positions.
 
         `captured[b, i]` is the target's state at `positions[b, i]`, `next_tokens[b, i]` the token
@@ -73,7 +82,7 @@ class Draft(Protocol):
     def propose(
         self,
         shared: Shared,
-        cache: LatentCache,
+        cache: Any,
         live: Any,
         anchor: Int[Array, " b"],
         position: Int[Array, " b"],
@@ -82,7 +91,7 @@ class Draft(Protocol):
         num_draft_tokens: int,
         sampling: Sampling,
         key: jax.Array | None,
-    ) -> tuple[LatentCache, Proposal]:
+    ) -> tuple[Any, Proposal]:
         """Drafts the tokens behind the anchor, which stands at `position`.
 
         Rows that are not active touch no cache.

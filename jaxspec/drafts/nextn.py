@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.cache.latent import LatentCache
-from jaxspec.config import ModelConfig
+from jaxspec.cache.latent import LatentCache, empty_cache
+from jaxspec.cache.pages import CacheOptions, PageTables
+from jaxspec.config import DeepseekV3Config
 from jaxspec.decoding.sampling import Sampling
 from jaxspec.drafts.draft import Proposal, Shared
 from jaxspec.execution import Execution
@@ -43,7 +44,7 @@ class SharedHead(nnx.Module):
     """The draft's final norm, and its own head where that differs from the target's."""
 
     def __init__(
-        self, *, owns_head: bool, config: ModelConfig, execution: Execution, rngs: nnx.Rngs
+        self, *, owns_head: bool, config: DeepseekV3Config, execution: Execution, rngs: nnx.Rngs
     ):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         w, d = config.vocab_size, config.hidden_size
@@ -59,12 +60,12 @@ class NextN(nnx.Module):
         zero_first_embedding: whether the embedding that joins position 0 is zeroed.
     """
 
-    num_cache_layers = 1
+    default_num_draft_tokens = 1
 
     def __init__(
         self,
         *,
-        config: ModelConfig,
+        config: DeepseekV3Config,
         execution: Execution,
         rngs: nnx.Rngs,
         owns_embedding: bool = False,
@@ -104,6 +105,13 @@ class NextN(nnx.Module):
     def logits(self, shared: Shared, hidden: Float[Array, "*b d"]) -> Float[Array, "*b w"]:
         """float32 logits of normed states."""
         return (self.shared_head.head or shared.lm_head)(hidden, out_dtype=jnp.float32)
+
+    def empty_cache(
+        self, num_rows: int, max_block: int, pages: PageTables, options: CacheOptions
+    ) -> LatentCache:
+        """Zeros for the one layer; what a rejected token writes needs no room of its own."""
+        del num_rows, max_block
+        return empty_cache(1, self.config.latent_dim, pages, options, self.execution)
 
     def empty_live(self, num_rows: int) -> Live:
         """Zeros, in the shapes that `absorb` gives."""

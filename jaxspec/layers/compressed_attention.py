@@ -1,20 +1,57 @@
-"""DeepSeek-V4's attention: one shared key/value head, a window, and compressed entries before it."""
+"""DeepSeek-V4's attention: one shared key/value head, a window, compressed entries before it."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache.compressed import LayerCache
 from jaxspec.cache.ring import read_ring, write_ring
-from jaxspec.config_v4 import DeepseekV4Config
+from jaxspec.config import DeepseekV4Config
 from jaxspec.execution import Execution
-from jaxspec.layers.compressor import Compressor, Indexer, keep_best, simulate_keys
+from jaxspec.layers.compressor import (
+    Compressor,
+    Indexer,
+    IndexQueries,
+    keep_best,
+    simulate_keys,
+)
 from jaxspec.layers.linear import Linear
 from jaxspec.layers.norms import RMSNorm
 from jaxspec.layers.rope import Rope, rotate_last
 from pallas_kernels.paged_mla import gather_rows
 from pallas_kernels.sparse_attention import sparse_attention
+
+ROWS, HEADS = P("data"), P("data", None, "model")
+
+
+class Context(NamedTuple):
+    """The window keys of one call: those in the ring before it, and its own.
+
+    Attributes:
+        rows: `[b, t, x]`; the call's keys.
+        positions: int32 `[b, t]`, consecutive in each row.
+        valid: bool `[b, t]`.
+        window: `[b, size, x]`; the ring as it was before the call.
+    """
+
+    rows: jax.Array
+    positions: jax.Array
+    valid: jax.Array
+    window: jax.Array
+
+    def keys(self) -> tuple[Float[Array, "b s x"], Int[Array, "b s"]]:
+        """All of them and their positions; zeros and a negative position where there is none."""
+        old, old_positions = read_ring(self.window, self.positions[:, 0])
+        rows = jnp.where(self.valid[..., None], self.rows, 0)
+        own_positions = jnp.where(self.valid, self.positions, -1)
+        return (
+            jnp.concatenate((old.astype(rows.dtype), rows), axis=1),
+            jnp.concatenate((old_positions, own_positions), axis=1),
+        )
 
 
 class CompressedAttention(nnx.Module):
@@ -30,7 +67,9 @@ class CompressedAttention(nnx.Module):
         shared = {"config": config, "execution": execution, "rngs": rngs}
         self.ratio, self.config, self.execution = ratio, config, execution
         self.rope = (
-            Rope(config.compress_rope_theta, config.rope) if ratio else Rope(config.rope_theta, None)
+            Rope(config.compress_rope_theta, config.rope)
+            if ratio
+            else Rope(config.rope_theta, None)
         )
         h, d, x, eps = (
             config.num_attention_heads, config.hidden_size, config.head_dim, config.rms_norm_eps,
@@ -62,49 +101,75 @@ class CompressedAttention(nnx.Module):
 
         A call may have more tokens than the ring has slots: it sees the old ring and its own rows.
         """
-        start = positions[:, 0]
         rows = self.kv_norm(self.wkv(x))[:, :, None]
         rows = rotate_last(rows, positions, self.config.qk_rope_head_dim, self.rope)[:, :, 0]
         if self.execution.quantize_activations:
             rows = simulate_keys(rows, self.config.qk_rope_head_dim)
-        old_rows, old_positions = read_ring(cache.window, start)
-        window = write_ring(cache.window, rows, positions, valid)
-        entries, keys = self._compress(x, positions, valid, cache, page_table)
-        cache = LayerCache(window, entries, keys)
-        own_positions = jnp.where(valid, positions, -1)
-        last = own_positions.max(axis=1)
-        key_positions = jnp.concatenate((old_positions, own_positions), axis=1)
-        rows = jnp.where(valid[..., None], rows, 0)
-        seen = jnp.concatenate((old_rows.astype(rows.dtype), rows), axis=1)
+        context = Context(rows, positions, valid, cache.window)
+        cache = self._write(x, context, cache, page_table)
+        queries = jnp.where(valid, positions, -1)
         if only is not None:
             x = jnp.take_along_axis(x, only[:, None, None], axis=1)
-            own_positions = jnp.take_along_axis(own_positions, only[:, None], axis=1)
-        visible = self._in_window(own_positions, key_positions)
+            queries = jnp.take_along_axis(queries, only[:, None], axis=1)
         q_latent = self.q_norm(self.wq_a(x))
-        q = self._queries(q_latent, own_positions)
-        if self.ratio:
-            extra, extra_visible = self._entries(
-                x, q_latent, own_positions, last, cache, page_table
-            )
-            seen = jnp.concatenate((seen, extra.astype(seen.dtype)), axis=1)
-            visible = jnp.concatenate((visible, extra_visible), axis=2)
-        out = sparse_attention(
-            q,
-            seen,
-            visible,
-            self.attn_sink.get_value(),
-            softmax_scale=self.config.head_dim**-0.5,
-            implementation=self.execution.kernels,
-        )
-        return self._output(out, own_positions), cache
+        q = self._queries(q_latent, queries)
+        index_q = None
+        if self.indexer is not None:
+            index_q = self.indexer.queries(x, q_latent, queries)
+        out = self._attend(q, queries, context, index_q, cache, page_table)
+        return self._output(out, queries), cache
 
-    def _compress(self, x, positions, valid, cache: LayerCache, page_table):
+    def _write(
+        self, x: Float[Array, "b t d"], context: Context, cache: LayerCache, page_table
+    ) -> LayerCache:
+        """The cache with the rows of this call, and the entries that they complete."""
         entries, keys = cache.entries, cache.keys
+        positions, valid = context.positions, context.valid
         if self.compressor is not None and entries is not None:
             entries = self.compressor(x, positions, valid, entries, page_table)
         if self.indexer is not None and keys is not None:
             keys = self.indexer.compressor(x, positions, valid, keys, page_table)
-        return entries, keys
+        write = self.execution.per_device(write_ring, (ROWS,) * 4, ROWS)
+        return LayerCache(write(cache.window, context.rows, positions, valid), entries, keys)
+
+    def _attend(
+        self,
+        q: Float[Array, "b t h x"],
+        queries: Int[Array, "b t"],
+        context: Context,
+        index_q: IndexQueries | None,
+        cache: LayerCache,
+        page_table: Int[Array, "b pages_per_row"] | None,
+    ) -> Float[Array, "b t h x"]:
+        """Attention to the window and the entries, on each device for its rows and heads."""
+
+        def attend_local(q, sink, queries, context, index_q, cache, page_table):
+            seen, key_positions = context.keys()
+            visible = self._in_window(queries, key_positions)
+            if cache.entries is not None:
+                last = jnp.where(context.valid, context.positions, -1).max(axis=1)
+                num_complete = (last + 1) // self.ratio
+                entries = gather_rows(cache.entries.pages, page_table, num_complete)
+                index = jnp.arange(entries.shape[1], dtype=jnp.int32)[None, None]
+                chosen = index < ((queries + 1) // self.ratio)[..., None]
+                if cache.keys is not None:
+                    keys = gather_rows(cache.keys.pages, page_table, num_complete)
+                    chosen = keep_best(index_q.scores(keys), chosen, self.config.index_topk)
+                seen = jnp.concatenate((seen, entries.astype(seen.dtype)), axis=1)
+                visible = jnp.concatenate((visible, chosen), axis=2)
+            return sparse_attention(
+                q,
+                seen,
+                visible,
+                sink,
+                softmax_scale=self.config.head_dim**-0.5,
+                implementation=self.execution.kernels,
+            )
+
+        specs = (HEADS, P("model"), ROWS, ROWS, ROWS, ROWS, ROWS)
+        attend = self.execution.per_device(attend_local, specs, HEADS)
+        sink = self.attn_sink.get_value()
+        return attend(q, sink, queries, context, index_q, cache, page_table)
 
     def _in_window(self, positions, key_positions) -> Bool[Array, "b t s"]:
         query, key = positions[:, :, None], key_positions[:, None]
@@ -118,18 +183,6 @@ class CompressedAttention(nnx.Module):
         wide = q.astype(jnp.float32)
         wide *= jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + config.rms_norm_eps)
         return rotate_last(wide.astype(q.dtype), positions, config.qk_rope_head_dim, self.rope)
-
-    def _entries(self, x, q_latent, positions, last, cache: LayerCache, page_table):
-        """The compressed entries of each row, and which of them each query sees."""
-        num_complete = (last + 1) // self.ratio
-        entries = gather_rows(cache.entries.pages, page_table, num_complete)
-        index = jnp.arange(entries.shape[1], dtype=jnp.int32)[None, None]
-        visible = index < ((positions + 1) // self.ratio)[..., None]
-        if self.indexer is not None:
-            keys = gather_rows(cache.keys.pages, page_table, num_complete)
-            scores = self.indexer.scores(x, q_latent, positions, keys)
-            visible = keep_best(scores, visible, self.config.index_topk)
-        return entries, visible
 
     def _output(self, out: Float[Array, "b t h x"], positions) -> Float[Array, "b t d"]:
         """Rotated back by the query's position, then projected by groups of heads."""

@@ -1,24 +1,28 @@
-"""DeepSeek-V4's compressor: one entry for each group of positions, and the indexer that chooses among them.
+"""DeepSeek-V4's compressor, one entry a group of positions, and the indexer that chooses.
 
-Entry i covers positions i * ratio to i * ratio + ratio - 1 and exists once all of them are known. At
-ratio 4 entries overlap: each also pools the group before its own.
+Entry i covers positions i * ratio to i * ratio + ratio - 1 and exists once all of them are known.
+At ratio 4 entries overlap: each also pools the group before its own.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache.compressed import Compressed
 from jaxspec.cache.ring import read_at, write_ring
-from jaxspec.config_v4 import DeepseekV4Config
+from jaxspec.config import DeepseekV4Config
 from jaxspec.execution import Execution
 from jaxspec.layers.linear import Linear, matrix
 from jaxspec.layers.norms import RMSNorm
 from jaxspec.layers.rope import Rope, rotate_last
 from pallas_kernels.cache_write import write_rows
-from pallas_kernels.paged_mla import gather_rows
 from pallas_kernels.quantize import hadamard, simulate_fp4, simulate_fp8
+
+ROWS = P("data")
 
 
 class Compressor(nnx.Module):
@@ -61,6 +65,10 @@ class Compressor(nnx.Module):
         """Writes each entry whose last position is in this call, and keeps what later ones pool."""
         wide = x.astype(jnp.float32)
         rows = jnp.concatenate((self.wkv(wide), self.wgate(wide)), axis=-1)
+        run = self.execution.per_device(Compressor._append, (P(), *(ROWS,) * 5), ROWS)
+        return run(self, rows, positions, valid, cache, page_table)
+
+    def _append(self, rows, positions, valid, cache: Compressed, page_table) -> Compressed:
         start, t = positions[:, 0], positions.shape[1]
         first = start[:, None] // self.ratio
         index = first + jnp.arange(t // self.ratio + 1, dtype=jnp.int32)[None]
@@ -78,7 +86,7 @@ class Compressor(nnx.Module):
         index: Int[Array, "b n"],
         raw: Float[Array, "b size x"],
     ) -> Float[Array, "b n y"]:
-        """The weighted means, normed: of the group's positions, at ratio 4 of the one before too."""
+        """Weighted means, normed: of the group's positions, at ratio 4 of the one before too."""
         b, n = index.shape
         covered = self.halves * self.ratio
         offset = jnp.arange(covered, dtype=jnp.int32) - (covered - self.ratio)
@@ -121,9 +129,27 @@ class Plain(nnx.Module):
 
 
 def simulate_keys(x: Float[Array, "*b x"], rope_width: int) -> Float[Array, "*b x"]:
-    """Keys as the cache would hold them: unrotated columns in FP8 by groups of 64, the others as is."""
+    """Keys as the cache would hold them: the unrotated columns in FP8, by groups of 64."""
     still, turning = jnp.split(x, [x.shape[-1] - rope_width], axis=-1)
     return jnp.concatenate((simulate_fp8(still), turning), axis=-1)
+
+
+class IndexQueries(NamedTuple):
+    """The indexer's side of the queries of a call.
+
+    Attributes:
+        q: `[b, t, heads, x]`.
+        weights: float32 `[b, t, heads]`; may be negative.
+    """
+
+    q: jax.Array
+    weights: jax.Array
+
+    def scores(self, keys: Float[Array, "b n x"]) -> Float[Array, "b t n"]:
+        """sum over heads of relu(q . k) w, in float32."""
+        exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
+        products = jnp.einsum("bthx,bnx->bthn", self.q, keys.astype(self.q.dtype), **exact)
+        return jnp.einsum("bthn,bth->btn", jax.nn.relu(products), self.weights, **exact)
 
 
 class Indexer(nnx.Module):
@@ -139,24 +165,20 @@ class Indexer(nnx.Module):
         self.weights_proj = Linear(h, config.hidden_size, (None, None), **shared)
         self.compressor = Compressor(4, width, rope, is_indexer=True, **shared)
 
-    def scores(
+    def queries(
         self,
         x: Float[Array, "b t d"],
         q_latent: Float[Array, "b t a"],
         positions: Int[Array, "b t"],
-        keys: Float[Array, "b n x"],
-    ) -> Float[Array, "b t n"]:
-        """sum over heads of relu(q . k) w, in float32; w may be negative."""
+    ) -> IndexQueries:
+        """What each token asks for: rotated queries, and a weight for each of their heads."""
         b, t, _ = x.shape
         h, width = self.config.index_n_heads, self.config.index_head_dim
         q = self.wq_b(q_latent).reshape(b, t, h, width)
         q = rotate_last(q, positions, self.config.qk_rope_head_dim, self.rope)
         if self.execution.quantize_activations:
             q = simulate_fp4(hadamard(q))
-        weights = self.weights_proj(x).astype(jnp.float32) * (width * h) ** -0.5
-        exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
-        products = jax.nn.relu(jnp.einsum("bthx,bnx->bthn", q, keys.astype(q.dtype), **exact))
-        return jnp.einsum("bthn,bth->btn", products, weights, **exact)
+        return IndexQueries(q, self.weights_proj(x).astype(jnp.float32) * (width * h) ** -0.5)
 
 
 def keep_best(

@@ -1,7 +1,7 @@
 """Manifold-constrained hyper-connections: several residual streams, mixed around each sublayer.
 
-Formulas of DeepSeek-V4's `model.py`: `pre` gathers the streams into a sublayer's input, `post` and a
-doubly stochastic `comb` spread its output back. Everything is float32.
+Formulas of DeepSeek-V4's `model.py`: `pre` gathers the streams into a sublayer's input, `post` and
+a doubly stochastic `comb` spread its output back. Everything is float32.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxspec.config_v4 import DeepseekV4Config
+from jaxspec.config import DeepseekV4Config
 
 
 class Coefficients(NamedTuple):

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config import ModelConfig
+from jaxspec.config import DeepseekV3Config
 from jaxspec.execution import Execution
 from jaxspec.layers.linear import Linear
 from jaxspec.layers.norms import RMSNorm
@@ -29,7 +29,7 @@ ROWS, HEADS = P("data"), P("data", None, "model")
 class LatentAttention(nnx.Module):
     """`write` caches tokens, `attend` reads; a draft attends for fewer than it writes."""
 
-    def __init__(self, *, config: ModelConfig, execution: Execution, rngs: nnx.Rngs):
+    def __init__(self, *, config: DeepseekV3Config, execution: Execution, rngs: nnx.Rngs):
         self.config, self.execution = config, execution
         self.rope = Rope(config.rope_theta, config.rope, rope_amplitude(config.rope))
         h, d, c = config.num_attention_heads, config.hidden_size, config.kv_lora_rank

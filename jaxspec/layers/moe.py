@@ -9,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config import ModelConfig
+from jaxspec.config import DeepseekV3Config
 from jaxspec.execution import Execution
 from jaxspec.layers.linear import Linear, matrix
 from jaxspec.sharding import weight_spec
@@ -19,7 +19,7 @@ from pallas_kernels.grouped_matmul import expert_mlp
 class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x)) of hidden width f."""
 
-    def __init__(self, f: int, *, config: ModelConfig, execution: Execution, rngs: nnx.Rngs):
+    def __init__(self, f: int, *, config: DeepseekV3Config, execution: Execution, rngs: nnx.Rngs):
         shared = {"config": config, "execution": execution, "rngs": rngs}
         self.gate_proj = Linear(f, config.hidden_size, ("width", None), **shared)
         self.up_proj = Linear(f, config.hidden_size, ("width", None), **shared)
@@ -33,7 +33,7 @@ class MLP(nnx.Module):
 class Router(nnx.Module):
     """Sigmoid scores, group-limited top-k, and a bias that selects but does not weigh."""
 
-    def __init__(self, *, config: ModelConfig, execution: Execution, rngs: nnx.Rngs):
+    def __init__(self, *, config: DeepseekV3Config, execution: Execution, rngs: nnx.Rngs):
         self.config, self.execution = config, execution
         shape = (config.n_routed_experts, config.hidden_size)
         self.weight = matrix(shape, (None, None), rngs, quantizable=False)
@@ -62,7 +62,7 @@ class Router(nnx.Module):
 
 
 def route(
-    logits: Float[Array, "m e"], bias: Float[Array, " e"], config: ModelConfig
+    logits: Float[Array, "m e"], bias: Float[Array, " e"], config: DeepseekV3Config
 ) -> tuple[Int[Array, "m k"], Float[Array, "m k"]]:
     """The choice of `Router`, given its logits."""
     scores = jax.nn.sigmoid(logits)
@@ -81,7 +81,7 @@ def route(
 class Experts(nnx.Module):
     """The routed experts' matrices, stacked; spread over the devices by whole experts."""
 
-    def __init__(self, *, config: ModelConfig, execution: Execution, rngs: nnx.Rngs):
+    def __init__(self, *, config: DeepseekV3Config, execution: Execution, rngs: nnx.Rngs):
         self.config, self.execution = config, execution
         e, f, d = config.n_routed_experts, config.moe_intermediate_size, config.hidden_size
         self.gate_proj = ExpertWeight((e, f, d), rngs)
@@ -140,7 +140,7 @@ class ExpertWeight(nnx.Module):
 class MoE(nnx.Module):
     """Routed experts plus shared experts; rows that are not valid reach no routed expert."""
 
-    def __init__(self, *, config: ModelConfig, execution: Execution, rngs: nnx.Rngs):
+    def __init__(self, *, config: DeepseekV3Config, execution: Execution, rngs: nnx.Rngs):
         shared = {"config": config, "execution": execution, "rngs": rngs}
         self.gate = Router(**shared)
         self.experts = Experts(**shared)

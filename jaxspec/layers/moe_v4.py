@@ -1,4 +1,4 @@
-"""Feed-forward part of DeepSeek-V4: experts behind a clamped gate, chosen by score or by token id."""
+"""Feed-forward part of DeepSeek-V4: clamped experts, chosen by score or by token id."""
 
 import functools
 
@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.config_v4 import DeepseekV4Config
+from jaxspec.config import DeepseekV4Config
 from jaxspec.execution import Execution
 from jaxspec.layers.linear import Linear, matrix
 from jaxspec.layers.moe import ExpertWeight, run_experts
@@ -48,8 +48,9 @@ class Gate(nnx.Module):
         self, x: Float[Array, "m d"], tokens: Int[Array, " m"]
     ) -> tuple[Int[Array, "m k"], Float[Array, "m k"]]:
         """Experts of each row and their weights, which sum to `routed_scaling_factor`; float32."""
-        is_hash = self.tid2eid is not None
-        selector = self.tid2eid if is_hash else self.bias
+        is_hash = self.bias is None
+        selector = self.tid2eid or self.bias
+        assert selector is not None  # A gate has one or the other.
 
         def route_local(x, tokens, weight, selector):
             logits = jnp.einsum(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.config import ModelConfig, Yarn
+from jaxspec.config import DeepseekV3Config, Yarn
 
 
 def yarn_frequencies(theta: float, width: int, yarn: Yarn | None) -> np.ndarray:
@@ -38,7 +38,7 @@ def rope_amplitude(yarn: Yarn | None) -> float:
     )
 
 
-def softmax_scale(config: ModelConfig) -> float:
+def softmax_scale(config: DeepseekV3Config) -> float:
     """(n + r)^(-1/2) times the square of YaRN's amplitude (DeepSeek-V3's `model.py`)."""
     amplitude = config.rope.amplitude(config.rope.mscale_all_dim) if config.rope else 1.0
     return (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5 * amplitude**2

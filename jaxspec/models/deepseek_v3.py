@@ -1,29 +1,31 @@
 """DeepSeek-V3 (arXiv:2412.19437): the target model. Module names are the checkpoint's own."""
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.cache.latent import LatentCache
-from jaxspec.config import ModelConfig
+from jaxspec.cache.latent import LatentCache, empty_cache
+from jaxspec.cache.pages import CacheOptions, PageTables
+from jaxspec.config import DeepseekV3Config
 from jaxspec.execution import Execution
 from jaxspec.layers.embedding import Embedding
 from jaxspec.layers.linear import Linear
 from jaxspec.layers.mla import LatentAttention, Pages, PageTable
 from jaxspec.layers.moe import MLP, MoE
 from jaxspec.layers.norms import RMSNorm
+from jaxspec.models.target import Logits
 from jaxspec.sharding import constrain
-
-Logits = Literal["all", "last"] | None
 
 
 class DecoderLayer(nnx.Module):
     """x += attention(norm(x)); x += feed-forward(norm(x)). Dense first, a mixture later."""
 
-    def __init__(self, *, is_moe: bool, config: ModelConfig, execution: Execution, rngs: nnx.Rngs):
+    def __init__(
+        self, *, is_moe: bool, config: DeepseekV3Config, execution: Execution, rngs: nnx.Rngs
+    ):
         shared = {"config": config, "execution": execution, "rngs": rngs}
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = LatentAttention(**shared)
@@ -63,7 +65,7 @@ class DecoderLayer(nnx.Module):
 class DeepseekV3(nnx.Module):
     """Embedding, decoder layers, final norm and head."""
 
-    def __init__(self, *, config: ModelConfig, execution: Execution, rngs: nnx.Rngs):
+    def __init__(self, *, config: DeepseekV3Config, execution: Execution, rngs: nnx.Rngs):
         self.config, self.execution = config, execution
         shared = {"config": config, "execution": execution, "rngs": rngs}
         self.embed_tokens = Embedding(**shared)
@@ -74,6 +76,20 @@ class DeepseekV3(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = Linear(config.vocab_size, config.hidden_size, ("vocab", None), **shared)
 
+    def empty_cache(
+        self, num_rows: int, max_block: int, pages: PageTables, options: CacheOptions
+    ) -> LatentCache:
+        """Zeros for every layer; what a rejected token writes needs no room of its own."""
+        del num_rows, max_block
+        config = self.config
+        num_layers = config.num_hidden_layers
+        return empty_cache(num_layers, config.latent_dim, pages, options, self.execution)
+
+    @property
+    def embedding_and_head(self) -> tuple[Embedding, Linear]:
+        """What a draft shares."""
+        return self.embed_tokens, self.lm_head
+
     def forward(
         self,
         tokens: Int[Array, "b t"],
@@ -82,18 +98,7 @@ class DeepseekV3(nnx.Module):
         valid: Bool[Array, "b t"],
         logits: Logits = "all",
     ) -> tuple[Any, Float[Array, "b t d"], LatentCache]:
-        """Prefill, decode, verification and teacher forcing: the same call with other shapes.
-
-        Args:
-            positions: absolute positions; those below the first of a row are in the cache.
-            valid: False for padding, which must follow a row's tokens.
-            logits: which to compute; "last" is that of each row's last valid token.
-
-        Returns:
-            float32 logits, `[b, t, w]`, `[b, w]` for "last", or None; the states that a draft
-            captures, after the final norm, in the compute dtype; and the cache with the valid
-            tokens written.
-        """
+        """`Target.forward`; a draft captures the states after the final norm."""
         x = self.embed_tokens(tokens)
         for index, layer in enumerate(self.layers):
             x = constrain(x, ("rows", None, None), self.execution.mesh)

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.cache.compressed import CompressedCache, LayerCache, empty_layer
-from jaxspec.config_v4 import DeepseekV4Config
+from jaxspec.cache.compressed import CompressedCache, LayerCache, empty_cache
+from jaxspec.cache.pages import CacheOptions, PageTables
+from jaxspec.config import DeepseekV4Config
 from jaxspec.execution import Execution
 from jaxspec.layers.compressed_attention import CompressedAttention
 from jaxspec.layers.embedding import Embedding
@@ -15,7 +16,8 @@ from jaxspec.layers.hyper_connections import HyperConnection, HyperHead
 from jaxspec.layers.linear import Linear
 from jaxspec.layers.moe_v4 import ClampedMoE
 from jaxspec.layers.norms import RMSNorm
-from jaxspec.models.deepseek_v3 import Logits, last_valid
+from jaxspec.models.deepseek_v3 import last_valid
+from jaxspec.models.target import Logits
 from jaxspec.sharding import constrain
 
 
@@ -83,6 +85,18 @@ class DeepseekV4(nnx.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.head = Linear(config.vocab_size, config.hidden_size, ("vocab", None), **shared)
 
+    def empty_cache(
+        self, num_rows: int, max_block: int, pages: PageTables, options: CacheOptions
+    ) -> CompressedCache:
+        """Zeros for every layer."""
+        ratios, config = self.config.compress_ratios, self.config
+        return empty_cache(ratios, num_rows, max_block, pages, options, config, self.execution)
+
+    @property
+    def embedding_and_head(self) -> tuple[Embedding, Linear]:
+        """What a draft shares."""
+        return self.embed, self.head
+
     def forward(
         self,
         tokens: Int[Array, "b t"],
@@ -91,22 +105,12 @@ class DeepseekV4(nnx.Module):
         valid: Bool[Array, "b t"],
         logits: Logits = "all",
     ) -> tuple[Any, Float[Array, "b t j d"], CompressedCache]:
-        """Prefill, decode, verification and teacher forcing: the same call with other shapes.
-
-        Args:
-            positions: absolute and consecutive in each row; those below the first are in the cache.
-            valid: False for padding, which must follow a row's tokens.
-            logits: which to compute; "last" is that of each row's last valid token.
-
-        Returns:
-            float32 logits, `[b, t, w]`, `[b, w]` for "last", or None; the streams behind the last
-            block, which a draft captures; and the cache with the valid tokens written.
-        """
+        """`Target.forward`; a draft captures the streams behind the last block."""
         x = self.embed(tokens)
         streams = jnp.repeat(x[:, :, None], self.config.hc_mult, axis=2)
         for index, block in enumerate(self.layers):
             streams = constrain(streams, ("rows", None, None, None), self.execution.mesh)
-            table = cache.page_tables.get(block.ratio)
+            table = cache.page_table(block.ratio)
             streams, layer = block(streams, tokens, positions, valid, cache.layers[index], table)
             cache = cache.with_layer(index, layer)
         if logits is None:
