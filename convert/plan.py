@@ -26,7 +26,9 @@ from pallas_kernels.quantized import QuantizedTensor, dequantize, scales_shape
 DraftOption = Literal["auto", "nextn", "none"]
 Weights = Literal["keep", "bf16"]
 
-GROUP_BYTES = 256 << 20  # of the parameters that are saved together
+# Parameters are saved together up to about this size: Orbax slows down with the number of saves,
+# and two groups are in memory at a time.
+GROUP_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,23 +224,20 @@ def _parameter(path: str, matching: Matching, copies: Sequence[Part]) -> Paramet
 
 
 def _group(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
-    """Runs of one layer's parameters of up to `GROUP_BYTES`: Orbax slows down with their number."""
+    """Cuts the parameters, in the tree's order, where a group has reached `GROUP_BYTES`."""
     groups: list[list[Parameter]] = []
-    size, current = 0, None
+    size = GROUP_BYTES
     for parameter in sorted(parameters, key=lambda parameter: _order(parameter.path)):
-        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in parameter.leaves)
-        layer = _order(parameter.path)[:3]
-        if layer != current or size + num_bytes > GROUP_BYTES:
+        if size >= GROUP_BYTES:
             groups.append([])
-            size, current = 0, layer
+            size = 0
         groups[-1].append(parameter)
-        size += num_bytes
+        size += sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in parameter.leaves)
     return groups
 
 
-def _order(path: str) -> tuple[tuple[int, int | str], ...]:
+def _order(path: str) -> list[tuple[int, int | str]]:
     """A sort key: the target before the draft, its layers by number."""
-    is_draft = path.startswith("draft/")
-    parts = path.split("/")
-    keys = tuple((0, int(part)) if part.isdecimal() else (1, part) for part in parts[1:3])
-    return ((0, int(is_draft)), *(keys if "layers" in parts else ((2, ""), (2, ""))), (3, path))
+    root, *rest = path.split("/")
+    numbered = [(0, int(part)) if part.isdecimal() else (1, part) for part in rest]
+    return [(int(root == "draft"), ""), *numbered]
