@@ -6,9 +6,12 @@ put away in a folder of their own, because Orbax reads all that it finds before 
 It rewrites files in place while it finalizes, so that is done to a copy made of hard links.
 """
 
+import contextlib
+import fcntl
 import os
 import pathlib
 import shutil
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +19,7 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 
 from jaxspec.checkpoint import METADATA_KEY, Metadata
+from jaxspec.errors import CheckpointError
 
 StorageOptions = ocp.options.ArrayOptions.Saving.StorageOptions
 
@@ -47,10 +51,24 @@ class Session:
         return len(list(self._saved.iterdir()))
 
     def start(self) -> None:
-        """Removes what a kill tore, and makes the folder."""
-        shutil.rmtree(beside(self.folder, ".orbax-checkpoint-tmp"), ignore_errors=True)
+        """Makes the folder, and removes what a kill tore.
+
+        Raises:
+            CheckpointError: another process is writing it.
+        """
         self._saved.mkdir(parents=True, exist_ok=True)
+        self._lock()
+        shutil.rmtree(beside(self.folder, ".orbax-checkpoint-tmp"), ignore_errors=True)
         self._put_away()
+
+    def _lock(self) -> None:
+        """Holds the folder until this object goes, or the process ends."""
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{self.folder}: another process is writing it") from None
 
     def save(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Saves one group in the background, after the one before has finished.
@@ -91,7 +109,9 @@ class Session:
         self.discard()
 
     def discard(self) -> None:
-        """Removes everything but the destination itself."""
+        """Removes everything but the destination itself, when nothing is written any more."""
+        with contextlib.suppress(Exception):
+            self.wait()
         staging = beside(self._destination, ".finalizing")
         for path in (self.folder, staging):
             for suffix in ("", ".orbax-checkpoint-tmp", ".partial_save"):
