@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from convert import table_v3
+from convert.dequantize import to_bf16
 from convert.matching import Matching
 from convert.rules import Part
 from convert.safetensors_file import TensorInfo
@@ -21,7 +22,7 @@ from jaxspec.checkpoint import Metadata
 from jaxspec.config import ModelConfig
 from jaxspec.errors import CheckpointError
 from jaxspec.model import DraftKind, parameter_specs
-from pallas_kernels.quantized import QuantizedTensor, dequantize, scales_shape
+from pallas_kernels.quantized import QuantizedTensor, scales_shape
 
 DraftOption = Literal["auto", "nextn", "none"]
 Weights = Literal["keep", "bf16"]
@@ -90,7 +91,7 @@ class Plan:
 
     def group_bytes(self, group: Sequence[Parameter]) -> int:
         return sum(
-            math.prod(leaf.shape) * leaf.dtype.itemsize
+            _num_bytes(leaf)
             for parameter in group
             for leaf in self.stored_leaves(parameter).values()
         )
@@ -109,8 +110,7 @@ class Plan:
         if self.weights == "keep" or not parameter.is_quantized:
             return {leaf.path: arrays[leaf.path] for leaf in parameter.leaves}
         values, scales = (arrays[leaf.path] for leaf in parameter.leaves)
-        tensor = QuantizedTensor(values, scales, self.block_shape)
-        return {parameter.path: dequantize(tensor, ml_dtypes.bfloat16)}
+        return {parameter.path: to_bf16(QuantizedTensor(values, scales, self.block_shape))}
 
 
 def choose_draft(option: DraftOption, config: ModelConfig) -> DraftKind | None:
@@ -185,7 +185,7 @@ def make(
         draft=draft,
         weights=weights,
         block_shape=config.weight_block_size,
-        groups=_group(parameters),
+        groups=_group(parameters, weights),
         skipped=matching.skipped,
         dropped=matching.dropped,
         copies=frozenset(copied),
@@ -223,7 +223,7 @@ def _parameter(path: str, matching: Matching, copies: Sequence[Part]) -> Paramet
     return Parameter(path, (values, scales))
 
 
-def _group(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
+def _group(parameters: Sequence[Parameter], weights: Weights) -> list[list[Parameter]]:
     """Cuts the parameters, in the tree's order, where a group has reached `GROUP_BYTES`."""
     groups: list[list[Parameter]] = []
     size = GROUP_BYTES
@@ -232,8 +232,13 @@ def _group(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
             groups.append([])
             size = 0
         groups[-1].append(parameter)
-        size += sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in parameter.leaves)
+        grown = 2 if weights == "bf16" and parameter.is_quantized else 1
+        size += grown * sum(_num_bytes(leaf) for leaf in parameter.leaves)
     return groups
+
+
+def _num_bytes(leaf: Leaf | StoredLeaf) -> int:
+    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
 def _order(path: str) -> list[tuple[int, int | str]]:

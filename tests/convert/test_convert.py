@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from convert import cli
+from convert.dequantize import to_bf16
 from convert.orbax_in import Checkpoint
+from pallas_kernels.quantized import dequantize, quantize_blocks
 from tests import fixtures, golden_case
 from tests.convert.trees import (
     TINY,
@@ -128,6 +130,15 @@ def test_ragged_blocks_keep_their_own_scale(block, tmp_path, done):
     )
     done("verify", source, tmp_path / "wide")
     done("verify", tmp_path / "wide")
+
+
+def test_a_large_matrix_is_dequantized_in_parts(monkeypatch):
+    rng = np.random.default_rng(0)
+    w = quantize_blocks(rng.standard_normal((2, 300, 50), np.float32), (64, 32))
+    want = dequantize(w, ml_dtypes.bfloat16)
+    for count in (1, 5000, 10**9):
+        monkeypatch.setattr("convert.dequantize.VALUES_AT_A_TIME", count)
+        np.testing.assert_array_equal(to_bf16(w).view(np.uint16), want.view(np.uint16))
 
 
 @pytest.mark.parametrize("quantized", [False, True])

@@ -1,10 +1,12 @@
 """Gigabytes: memory stays bounded, a kill at a random moment is survived, and all comes back."""
 
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,12 +26,20 @@ sys.exit(code)
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
+def source(tmp_path_factory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("large") / "src"
     script = ROOT / "benchmarks" / "make_synthetic_checkpoint.py"
     options = ["--gigabytes", str(GIGABYTES), "--shards", "4"]
     subprocess.run([sys.executable, script, folder, *options], check=True)
-    return folder
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Iterator[Path]:
+    """A folder that is not kept after the test."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
 
 
 def run(*arguments: object) -> int:
@@ -44,23 +54,23 @@ def run(*arguments: object) -> int:
     return int(result.stdout.split()[-1])
 
 
-def test_memory_stays_bounded_and_the_files_come_back(source, tmp_path):
-    assert run("convert", source, tmp_path / "dst") < 1.5 * 2**20
-    assert run("verify", source, tmp_path / "dst") < 1.5 * 2**20
-    assert run("verify", tmp_path / "dst") < 1.5 * 2**20
-    assert run("export", tmp_path / "dst", tmp_path / "out") < 1.5 * 2**20
-    assert_same_files(source, tmp_path / "out")
+def test_memory_stays_bounded_and_the_files_come_back(source, folder):
+    assert run("convert", source, folder / "dst") < 1.5 * 2**20
+    assert run("verify", source, folder / "dst") < 1.5 * 2**20
+    assert run("verify", folder / "dst") < 1.5 * 2**20
+    assert run("export", folder / "dst", folder / "out") < 1.5 * 2**20
+    assert_same_files(source, folder / "out")
 
 
-def test_killed_at_a_random_moment_and_resumed(source, tmp_path):
-    command = [sys.executable, "-c", PROGRAM, "convert", str(source), str(tmp_path / "dst")]
+def test_killed_at_a_random_moment_and_resumed(source, folder):
+    command = [sys.executable, "-c", PROGRAM, "convert", str(source), str(folder / "dst")]
     start = time.monotonic()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
-        while not (tmp_path / "dst.partial_save" / "source" / "record.json").exists():
+        while not (folder / "dst.partial_save" / "source" / "record.json").exists():
             assert process.poll() is None and time.monotonic() - start < 120
             time.sleep(0.01)
         time.sleep(random.uniform(0, 8))
         process.send_signal(signal.SIGKILL)
-    run("convert", source, tmp_path / "dst", "--resume")
-    run("verify", source, tmp_path / "dst")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dst"]
+    run("convert", source, folder / "dst", "--resume")
+    run("verify", source, folder / "dst")
+    assert sorted(path.name for path in folder.iterdir()) == ["dst"]

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -193,6 +194,24 @@ def test_a_repository_needs_the_hub_extra(tmp_path, refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     line = refused("convert", "deepseek-ai/DeepSeek-V3", tmp_path / "dst")
     assert "deepseek-ai/DeepSeek-V3: no such folder" in line and "jaxspec[hub]" in line
+
+
+def test_a_repository_is_downloaded_with_the_hub_extra(tmp_path, done, refused, monkeypatch):
+    """A stand-in for the client; what it raises is one line as well."""
+    source = model().write(tmp_path / "src")
+
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        if name == "someone/else":
+            raise RuntimeError("404:\nnot found")
+        assert name == "someone/model" and "*.safetensors" in allow_patterns
+        return str(source)
+
+    client = types.SimpleNamespace(snapshot_download=snapshot_download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", client)
+    monkeypatch.chdir(tmp_path)
+    done("convert", "someone/model", tmp_path / "dst")
+    done("verify", source, tmp_path / "dst")
+    assert "404: not found" in refused("convert", "someone/else", tmp_path / "dst2")
 
 
 def test_a_destination_that_exists_is_left_alone(tmp_path, refused):
