@@ -10,6 +10,7 @@ import jax
 from convert.converter import convert
 from convert.export import export
 from convert.inspection import inspect
+from convert.quiet import quiet_libraries
 from convert.verify import verify, verify_stored
 from jaxspec.errors import JaxspecError
 
@@ -18,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; 0 done, 1 refused or failed with one line on stderr, 2 wrong usage."""
     arguments = parser().parse_args(argv)
     jax.config.update("jax_platforms", "cpu")  # conversion is the host's work
+    quiet_libraries()
     try:
         print(arguments.run(arguments))
     except (JaxspecError, OSError) as error:

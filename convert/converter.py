@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Sequence
 
@@ -63,10 +64,7 @@ def convert(
             session.discard()
         if isinstance(error, CheckpointError):
             raise
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise CheckpointError(
-            f"{destination}: cannot be written: {reason or checkpoint.first_line(error)}"
-        ) from error
+        raise CheckpointError(f"{destination}: cannot be written: {_reason(error)}") from error
     return _summary(destination, source, plan)
 
 
@@ -92,6 +90,14 @@ def _begin(
     num_saved = session.num_saved
     record.Checksums.read(session.folder, num_saved).rewrite()
     return num_saved
+
+
+def _reason(error: Exception) -> str:
+    """What the operating system said; TensorStore puts its number into a long message."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    found = re.search(r"os_error_code='(\d+)'", str(error))
+    return os.strerror(int(found[1])) if found else checkpoint.first_line(error)
 
 
 def _refuse_full(destination: pathlib.Path, plan: Plan) -> None:

@@ -7,11 +7,13 @@ import pathlib
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint.experimental.v1 as ocp
 
 from convert import plan as planning
 from convert.orbax_in import Checkpoint
 from convert.source import open_source
+
+# Orbax's own test for a checkpoint takes a folder of safetensors files, or an empty one, for one.
+INDICATOR = "orbax.checkpoint"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +51,7 @@ def inspect(name: str, *, as_json: bool) -> str:
         ConfigError: the config cannot be honoured.
     """
     path = pathlib.Path(name)
-    # Orbax counts a folder of safetensors files as a checkpoint, too.
-    is_source = not path.is_dir() or (path / "config.json").is_file()
-    is_checkpoint = not is_source and ocp.is_orbax_checkpoint(name)
-    report = _checkpoint_report(path) if is_checkpoint else _source_report(name)
+    report = _checkpoint_report(path) if (path / INDICATOR).is_file() else _source_report(name)
     if as_json:
         return json.dumps(dataclasses.asdict(report), indent=2)
     return "\n".join(f"{key + ':':21}{value}" for key, value in _lines(report))

@@ -126,9 +126,10 @@ class Matching:
         for part in parts:
             self._check(part, self.specs[part.path])
             filled = self.parts.setdefault(part.path, {})
-            twice = filled.get(part.index) or (filled.get(None) if filled else None)
-            if twice is not None:
-                self._fault("wrong", name, f"{name} and {twice.tensor} are the same parameter")
+            clashing = filled.keys() if part.index is None else filled.keys() & {part.index, None}
+            for index in clashing:
+                other = filled[index].tensor
+                self._fault("wrong", name, f"{name} and {other} are the same parameter")
             filled[part.index] = part
 
     def _check(self, part: Part, spec: ParameterSpec) -> None:

@@ -12,7 +12,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 
 from convert.orbax_out import to_tree
 from jaxspec import checkpoint
-from jaxspec.errors import CheckpointError
+from jaxspec.errors import CheckpointError, JaxspecError
 
 
 @dataclasses.dataclass
@@ -36,7 +36,12 @@ class Checkpoint:
 
     def __init__(self, path: pathlib.Path):
         self.path = path.absolute()
-        self.metadata, self.leaves = checkpoint.read(self.path)
+        try:
+            self.metadata, self.leaves = checkpoint.read(self.path)
+        except JaxspecError:
+            raise
+        except Exception as error:  # a damaged description of the tree
+            raise CheckpointError(f"{self.path}: the description of the tree is damaged") from error
 
     def num_bytes(self, path: str) -> int:
         leaf = self.leaves[path]

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from convert import table_v3
+from convert.dequantize import to_bf16
 from convert.matching import Matching
 from convert.rules import Part
 from convert.safetensors_file import TensorInfo
@@ -21,12 +22,14 @@ from jaxspec.checkpoint import Metadata
 from jaxspec.config import ModelConfig
 from jaxspec.errors import CheckpointError
 from jaxspec.model import DraftKind, parameter_specs
-from pallas_kernels.quantized import QuantizedTensor, dequantize, scales_shape
+from pallas_kernels.quantized import QuantizedTensor, scales_shape
 
 DraftOption = Literal["auto", "nextn", "none"]
 Weights = Literal["keep", "bf16"]
 
-GROUP_BYTES = 256 << 20  # of the parameters that are saved together
+# Parameters are saved together up to about this size: Orbax slows down with the number of saves,
+# and two groups are in memory at a time.
+GROUP_BYTES = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +91,7 @@ class Plan:
 
     def group_bytes(self, group: Sequence[Parameter]) -> int:
         return sum(
-            math.prod(leaf.shape) * leaf.dtype.itemsize
+            _num_bytes(leaf)
             for parameter in group
             for leaf in self.stored_leaves(parameter).values()
         )
@@ -107,8 +110,7 @@ class Plan:
         if self.weights == "keep" or not parameter.is_quantized:
             return {leaf.path: arrays[leaf.path] for leaf in parameter.leaves}
         values, scales = (arrays[leaf.path] for leaf in parameter.leaves)
-        tensor = QuantizedTensor(values, scales, self.block_shape)
-        return {parameter.path: dequantize(tensor, ml_dtypes.bfloat16)}
+        return {parameter.path: to_bf16(QuantizedTensor(values, scales, self.block_shape))}
 
 
 def choose_draft(option: DraftOption, config: ModelConfig) -> DraftKind | None:
@@ -183,7 +185,7 @@ def make(
         draft=draft,
         weights=weights,
         block_shape=config.weight_block_size,
-        groups=_group(parameters),
+        groups=_group(parameters, weights),
         skipped=matching.skipped,
         dropped=matching.dropped,
         copies=frozenset(copied),
@@ -221,24 +223,26 @@ def _parameter(path: str, matching: Matching, copies: Sequence[Part]) -> Paramet
     return Parameter(path, (values, scales))
 
 
-def _group(parameters: Sequence[Parameter]) -> list[list[Parameter]]:
-    """Runs of one layer's parameters of up to `GROUP_BYTES`: Orbax slows down with their number."""
+def _group(parameters: Sequence[Parameter], weights: Weights) -> list[list[Parameter]]:
+    """Cuts the parameters, in the tree's order, where a group has reached `GROUP_BYTES`."""
     groups: list[list[Parameter]] = []
-    size, current = 0, None
+    size = GROUP_BYTES
     for parameter in sorted(parameters, key=lambda parameter: _order(parameter.path)):
-        num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in parameter.leaves)
-        layer = _order(parameter.path)[:3]
-        if layer != current or size + num_bytes > GROUP_BYTES:
+        if size >= GROUP_BYTES:
             groups.append([])
-            size, current = 0, layer
+            size = 0
         groups[-1].append(parameter)
-        size += num_bytes
+        grown = 2 if weights == "bf16" and parameter.is_quantized else 1
+        size += grown * sum(_num_bytes(leaf) for leaf in parameter.leaves)
     return groups
 
 
-def _order(path: str) -> tuple[tuple[int, int | str], ...]:
+def _num_bytes(leaf: Leaf | StoredLeaf) -> int:
+    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+
+
+def _order(path: str) -> list[tuple[int, int | str]]:
     """A sort key: the target before the draft, its layers by number."""
-    is_draft = path.startswith("draft/")
-    parts = path.split("/")
-    keys = tuple((0, int(part)) if part.isdecimal() else (1, part) for part in parts[1:3])
-    return ((0, int(is_draft)), *(keys if "layers" in parts else ((2, ""), (2, ""))), (3, path))
+    root, *rest = path.split("/")
+    numbered = [(0, int(part)) if part.isdecimal() else (1, part) for part in rest]
+    return [(int(root == "draft"), ""), *numbered]

@@ -111,7 +111,7 @@ def _folder(source: str) -> pathlib.Path:
         return pathlib.Path(
             huggingface_hub.snapshot_download(source, allow_patterns=list(HUB_PATTERNS))
         )
-    except (OSError, ValueError) as error:  # every error of the client is one of these
+    except Exception as error:  # the client's own errors, and those of what it downloads with
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{source}: no such folder, and the Hub does not give it: {reason}"

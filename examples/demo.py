@@ -17,8 +17,8 @@ import jaxspec
 
 FOLDER = Path(__file__).parent.parent / "build" / "demo"
 PROMPT = "How does it work?"
-MAX_NEW_TOKENS = 128
-NUM_DRAFT_TOKENS = 3
+MAX_NEW_TOKENS = 200
+NUM_DRAFT_TOKENS = 5
 REPEATS = 3
 
 

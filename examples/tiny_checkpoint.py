@@ -4,7 +4,7 @@ The weights are constructed, not trained. Every token's embedding is a direction
 head's row of token u points along all tokens that u follows, so the target recites `SENTENCE` over
 and over, whatever the prompt. Attention and feed-forward layers are random and only disturb it a
 little. The NextN draft sees the newest token's embedding alone (`eh_proj` is the identity on that
-half), but mistakes a few words for others: those are the drafts that the target rejects.
+half), but takes two words for others, and what it drafts behind them the target rejects.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ SENTENCE = (
     "A small draft guesses the next few tokens, then one pass of a large target model checks them"
     " and keeps what is right."
 )
-MISTAKEN = {
-    " few": " guesses",
-    " large": " one",
-    " keeps": " next",
-}  # the draft reads one as the other
+# What the draft takes a word for: it then guesses that one's successor, which is wrong.
+MISTAKEN = {" few": " guesses", " keeps": " next"}
 BOS, EOS = "<|begin|>", "<|end|>"
 
 CONFIG = {

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
@@ -92,8 +92,10 @@ class HFModel:
     def draft_prefix(self) -> str:
         return f"model.layers.{self.config['num_hidden_layers']}."
 
-    def copy(self) -> HFModel:
-        return HFModel(copy.deepcopy(self.config), dict(self.tensors))
+    def copy(self) -> Self:
+        return dataclasses.replace(
+            self, config=copy.deepcopy(self.config), tensors=dict(self.tensors)
+        )
 
     def set(self, name: str, value: np.ndarray | float) -> None:
         """Replaces a tensor by `value`, broadcast to the shape and cast to the type that it has."""
@@ -118,7 +120,7 @@ def v3_config(**overrides: Any) -> dict[str, Any]:
     for key, value in overrides.items():
         if value is ...:
             del config[key]
-        elif key in config["rope_scaling"]:
+        elif key in V3_CONFIG["rope_scaling"]:
             config["rope_scaling"][key] = value
         else:
             config[key] = value

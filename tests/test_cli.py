@@ -1,10 +1,12 @@
 """`jaxspec-generate`: text in, text out, and one line where it refuses."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -105,7 +107,9 @@ def test_wrong_usage_exits_with_2(generate, arguments, capsys):
 
 def test_the_process_exits_with_1_and_one_line(tmp_path):
     command = [sys.executable, "-m", "jaxspec.cli", "--checkpoint", tmp_path, "--prompt", "Hello"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    root = str(Path(cli.__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": root}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith("jaxspec-generate: ") and done.stderr.count("\n") == 1

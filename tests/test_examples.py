@@ -1,5 +1,6 @@
 """The examples and the decoding benchmark run, as a user would start them."""
 
+import os
 import re
 import subprocess
 import sys
@@ -19,7 +20,8 @@ ROOT = Path(__file__).parent.parent
 
 def run(script: str, *arguments) -> str:
     command = [sys.executable, ROOT / script, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
