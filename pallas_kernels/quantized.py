@@ -28,14 +28,14 @@ FP4_BLOCK_SHAPE = (1, 32)
 )
 @dataclasses.dataclass(frozen=True)
 class QuantizedTensor:
-    """A stack of `[out, in]` matrices in float8_e4m3fn or float4_e2m1, each block sharing one scale.
+    """A stack of `[out, in]` matrices in float8_e4m3fn or float4_e2m1, with a scale a block.
 
     Block (i, j) covers rows `i * block_shape[0]` on and columns `j * block_shape[1]` on; the last
     block of either dimension may be ragged, so the block shape is carried and never inferred.
 
     Attributes:
-        values: float8_e4m3fn `[..., n, k]`, or uint8 `[..., n, k / 2]` of two float4_e2m1 codes, the
-            even column in the low half.
+        values: float8_e4m3fn `[..., n, k]`, or uint8 `[..., n, k / 2]` of two float4_e2m1 codes,
+            the even column in the low half.
         scales: float32 or float8_e8m0fnu `[..., ceil(n / rows), ceil(k / columns)]`; a scale
             **multiplies** the stored value (DeepSeek-V3's `weight_scale_inv`, V4's `scale`).
         block_shape: rows and columns of a block.

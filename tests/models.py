@@ -16,7 +16,7 @@ import numpy as np
 
 import jaxspec
 from convert import cli
-from jaxspec.cache.latent import CacheOptions, LatentCache, empty_cache, own_pages
+from jaxspec.cache.pages import CacheOptions, make_page_tables
 from tests import fixtures, golden_case
 
 GOLDEN = ("v3_bf16", "v3_fp8")
@@ -84,6 +84,13 @@ def load(
     )
 
 
+def filled(cache: Any, value: float) -> Any:
+    """The cache with `value` in every slot; its page tables stay."""
+    return jax.tree.map(
+        lambda x: jnp.full_like(x, value) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache
+    )
+
+
 @dataclasses.dataclass
 class Session:
     """One sequence of a model, fed call by call through target and draft with their own caches.
@@ -92,23 +99,18 @@ class Session:
     """
 
     model: jaxspec.SpeculativeModel
-    target_cache: LatentCache
-    draft_cache: LatentCache
+    target_cache: Any
+    draft_cache: Any
 
     @classmethod
     def start(cls, model: jaxspec.SpeculativeModel, capacity: int, *, fill: float = 0) -> Session:
         """Empty caches of `capacity` positions a row, every slot holding `fill`."""
         options = CacheOptions(page_size=16)
         shards = model.execution.num_data_shards
-        table = jnp.asarray(own_pages(shards, -(-capacity // 16), shards))
-
-        def cache(num_layers: int) -> LatentCache:
-            width = model.config.latent_dim
-            made = empty_cache(num_layers, table.size, table, options, width, model.execution)
-            pages = tuple(jnp.full_like(pool, fill) for pool in made.pages)
-            return dataclasses.replace(made, pages=pages)
-
-        return cls(model, cache(model.config.num_hidden_layers), cache(1))
+        pages = make_page_tables(model.config.cache_ratios, shards, capacity, options, shards)
+        draft_cache = model.draft and model.draft.empty_cache(shards, 1, pages, options)
+        target_cache = model.target.empty_cache(shards, 1, pages, options)
+        return cls(model, filled(target_cache, fill), filled(draft_cache, fill))
 
     def target(self, tokens: Any, start: int) -> tuple[np.ndarray, np.ndarray]:
         """Logits [t, w] and captured states [t, d] of `tokens`, the first at position `start`."""

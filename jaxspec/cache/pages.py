@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.errors import CapacityError
+from jaxspec.errors import CapacityError, RequestError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +33,18 @@ class CacheOptions:
     dtype: jnp.dtype | None = None
 
     def __post_init__(self):
-        for name in ("page_size", "prefill_chunk"):
-            if getattr(self, name) < 1:
-                raise CapacityError(
-                    f"CacheOptions: {name}={getattr(self, name)}; at least 1 is needed"
+        for name in ("page_size", "num_pages", "prefill_chunk"):
+            value = getattr(self, name)
+            is_whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if not is_whole and not (name == "num_pages" and value is None):
+                raise RequestError(
+                    f"CacheOptions: {name}={value!r}; a whole number of at least 1 is needed"
                 )
+        if self.dtype is not None:
+            names = ("float32", "bfloat16", "float16")
+            if self.dtype not in [jnp.dtype(name) for name in names]:
+                raise RequestError(f"CacheOptions: dtype={self.dtype!r}; one of {names} is needed")
+            object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
 
 
 def pages_needed(num_positions: int, page_size: int) -> int:

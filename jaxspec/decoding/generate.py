@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxspec.cache.pages import CacheOptions
-from jaxspec.decoding.request import Prompts, Request, make_request
+from jaxspec.decoding.prompts import Prompts
+from jaxspec.decoding.request import Request, make_request
 from jaxspec.decoding.sampling import Sampling
 from jaxspec.decoding.stats import SpeculationStats
 from jaxspec.decoding.step import Chunk, start, step
@@ -20,8 +21,8 @@ from jaxspec.model import SpeculativeModel
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["tokens", "lengths", "finish_reason", "stats", "pad_token_id"],
-    meta_fields=[],
+    data_fields=["tokens", "lengths", "finish_reason", "stats"],
+    meta_fields=["pad_token_id"],
 )
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -58,8 +59,8 @@ def generate(
 ) -> Result:
     """Continues each prompt as the target alone would, with the draft proposing tokens ahead.
 
-    Runs as one jitted program; a second call whose prompts and budget fall in the same buckets
-    compiles nothing. May be called under a user's `jit`.
+    Runs as one jitted program; a second call with the same options whose prompts fall in the same
+    bucket compiles nothing. May be called under a user's `jit`.
 
     Args:
         prompts: lists of token ids, or int `[b, t]` with `prompt_lengths` `[b]`.
@@ -76,29 +77,26 @@ def generate(
         CapacityError: the pages do not hold the rows.
     """
     _check_choices(draft_sampling, verification)
-    options = cache or CacheOptions()
     request = make_request(
-        model, prompts, prompt_lengths, max_new_tokens, num_draft_tokens, options
-    )
-    tokens, state = _generate(
         model,
-        *_arrays(model, request, eos_token_ids),
+        prompts,
+        prompt_lengths,
+        max_new_tokens,
+        num_draft_tokens,
+        sampling,
+        eos_token_ids,
+        cache,
+    )
+    result = _generate(
+        model,
+        *request.arrays,
         max_new_tokens=request.max_new_tokens,
         num_draft_tokens=request.num_draft_tokens,
-        sampling=sampling or Sampling(),
-        options=options,
+        sampling=request.sampling,
+        options=request.options,
     )
-    num_rows = request.num_rows
-    lengths = (request.budgets - state.remaining)[:num_rows]
-    tokens = tokens[:num_rows, :max_new_tokens]
-    is_emitted = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-    return Result(
-        tokens=jnp.where(is_emitted, tokens, model.config.pad_token_id),
-        lengths=lengths,
-        finish_reason=state.finish_reason[:num_rows],
-        stats=jax.tree.map(lambda x: x[:num_rows], state.stats),
-        pad_token_id=model.config.pad_token_id,
-    )
+    rows = jax.tree.map(lambda x: x[: request.num_rows], result)
+    return dataclasses.replace(rows, tokens=rows.tokens[:, :max_new_tokens])
 
 
 def stream(
@@ -120,30 +118,27 @@ def stream(
     Arguments and errors are `generate`'s; errors are raised at once, not at the first chunk.
     """
     _check_choices(draft_sampling, verification)
-    options = cache or CacheOptions()
     request = make_request(
-        model, prompts, prompt_lengths, max_new_tokens, num_draft_tokens, options
+        model,
+        prompts,
+        prompt_lengths,
+        max_new_tokens,
+        num_draft_tokens,
+        sampling,
+        eos_token_ids,
+        cache,
     )
-    return _stream(model, request, eos_token_ids, sampling or Sampling(), options)
+    return _stream(model, request)
 
 
-def _stream(
-    model: SpeculativeModel,
-    request: Request,
-    eos_token_ids: Sequence[int] | None,
-    sampling: Sampling,
-    options: CacheOptions,
-) -> Iterator[Chunk]:
-    arrays = _arrays(model, request, eos_token_ids)
-    eos = arrays[-1]
-    static = {"num_draft_tokens": request.num_draft_tokens, "sampling": sampling}
-    state, chunk = start(model, *arrays, options=options, **static)
+def _stream(model: SpeculativeModel, request: Request) -> Iterator[Chunk]:
+    static = {"num_draft_tokens": request.num_draft_tokens, "sampling": request.sampling}
+    state, chunk = start(model, *request.arrays, options=request.options, **static)
     while True:
-        rows = slice(request.num_rows)
-        yield Chunk(chunk.tokens[rows], chunk.counts[rows], chunk.finished[rows])
+        yield jax.tree.map(lambda x: x[: request.num_rows], chunk)
         if bool(chunk.finished.all()):
             return
-        state, chunk = step(model, state, eos, **static)
+        state, chunk = step(model, state, request.eos_token_ids, **static)
 
 
 def _check_choices(draft_sampling: str, verification: str) -> None:
@@ -153,43 +148,29 @@ def _check_choices(draft_sampling: str, verification: str) -> None:
         raise RequestError(f"verification={verification!r}; only 'fixed' is available")
 
 
-def _arrays(model: SpeculativeModel, request: Request, eos_token_ids: Sequence[int] | None):
-    """The traced arguments of a decoding program."""
-    eos = model.config.eos_token_ids if eos_token_ids is None else tuple(eos_token_ids)
-    return (
-        request.prompts,
-        request.lengths,
-        request.budgets,
-        request.is_context_bound,
-        request.pages,
-        jnp.asarray(eos, jnp.int32).reshape(-1),
-    )
-
-
 @functools.partial(
-    jax.jit,
-    static_argnames=("max_new_tokens", "num_draft_tokens", "sampling", "options"),
+    jax.jit, static_argnames=("max_new_tokens", "num_draft_tokens", "sampling", "options")
 )
 def _generate(
     model, prompts, lengths, budgets, is_context_bound, pages, eos, *,
     max_new_tokens, num_draft_tokens, sampling, options,
-):  # fmt: skip
-    """The whole call as one program: tokens `[b, max_new_tokens]` and the last state."""
+) -> Result:  # fmt: skip
+    """The whole call as one program, for the bucketed sizes."""
     state, chunk = start(
         model, prompts, lengths, budgets, is_context_bound, pages, eos,
         num_draft_tokens=num_draft_tokens, sampling=sampling, options=options,
     )  # fmt: skip
-    buffer = jnp.zeros((prompts.shape[0], max_new_tokens), jnp.int32)
-    emitted = jnp.zeros_like(budgets)
+    pad_token_id = model.config.pad_token_id
+    tokens = jnp.full((prompts.shape[0], max_new_tokens), pad_token_id, jnp.int32)
 
     def body(carry):
-        state, buffer, emitted = carry
+        state, tokens, emitted = carry
         state, chunk = step(model, state, eos, num_draft_tokens=num_draft_tokens, sampling=sampling)
-        return state, append(buffer, emitted, chunk), emitted + chunk.counts
+        return state, append(tokens, emitted, chunk), emitted + chunk.counts
 
-    carry = state, append(buffer, emitted, chunk), emitted + chunk.counts
-    state, buffer, _ = jax.lax.while_loop(lambda carry: carry[0].active.any(), body, carry)
-    return buffer, state
+    carry = state, append(tokens, jnp.zeros_like(budgets), chunk), chunk.counts
+    state, tokens, emitted = jax.lax.while_loop(lambda carry: carry[0].active.any(), body, carry)
+    return Result(tokens, emitted, state.finish_reason, state.stats, pad_token_id)
 
 
 def append(

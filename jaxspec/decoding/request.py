@@ -1,7 +1,6 @@
-"""From a user's arguments to padded arrays, page tables and bucketed sizes; checked on the host."""
+"""A decoding call, laid out: padded arrays, page tables and bucketed sizes."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,13 +9,10 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxspec.cache.pages import CacheOptions, PageTables, make_page_tables
-from jaxspec.config import ModelConfig
+from jaxspec.decoding.prompts import Prompts, bucket, end_tokens, pad_prompts, whole_number
+from jaxspec.decoding.sampling import Sampling
 from jaxspec.errors import RequestError
 from jaxspec.model import SpeculativeModel
-
-Prompts = Sequence[Sequence[int]] | np.ndarray | jax.Array
-
-SMALLEST_BUCKET = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +25,12 @@ class Request:
         budgets: int32 `[b]`; tokens that each row may emit.
         is_context_bound: bool `[b]`; whether the model's context, not the caller, sets the budget.
         pages: which pages each row has.
+        eos_token_ids: int32 `[num_eos]`.
         num_rows: rows that the caller asked for; the first ones.
         max_new_tokens: the bucket that holds the largest budget.
         num_draft_tokens: tokens drafted a round; 0 is plain decoding.
+        sampling: the law that tokens are chosen from.
+        options: of the cache.
     """
 
     prompts: jax.Array
@@ -39,35 +38,50 @@ class Request:
     budgets: jax.Array
     is_context_bound: jax.Array
     pages: PageTables
+    eos_token_ids: jax.Array
     num_rows: int
     max_new_tokens: int
     num_draft_tokens: int
+    sampling: Sampling
+    options: CacheOptions
 
-
-def bucket(size: int) -> int:
-    """The next power of two, 16 at least."""
-    return max(SMALLEST_BUCKET, 1 << (size - 1).bit_length()) if size > 0 else SMALLEST_BUCKET
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The traced arguments of `start`, in its order."""
+        return (
+            self.prompts,
+            self.lengths,
+            self.budgets,
+            self.is_context_bound,
+            self.pages,
+            self.eos_token_ids,
+        )
 
 
 def make_request(
     model: SpeculativeModel,
     prompts: Prompts,
-    prompt_lengths: Any,
-    max_new_tokens: int,
-    num_draft_tokens: int | None,
-    cache: CacheOptions,
+    prompt_lengths: Any = None,
+    max_new_tokens: Any = 0,
+    num_draft_tokens: Any = None,
+    sampling: Sampling | None = None,
+    eos_token_ids: Any = None,
+    cache: CacheOptions | None = None,
 ) -> Request:
     """Checks and lays out a decoding call.
 
     Raises:
         RequestError: prompts that are empty, too long or hold ids outside the vocabulary; a
-            negative budget; more draft tokens than zero without a draft.
+            negative budget; drafted tokens without a draft.
         CapacityError: `cache.num_pages` do not hold the rows.
     """
-    if max_new_tokens < 0:
-        raise RequestError(f"max_new_tokens={max_new_tokens}; 0 or more is needed")
+    max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     g = choose_num_draft_tokens(model, num_draft_tokens)
+    sampling, cache = sampling or Sampling(), cache or CacheOptions()
+    if not isinstance(sampling, Sampling) or not isinstance(cache, CacheOptions):
+        raise RequestError("sampling takes a jaxspec.Sampling, cache a jaxspec.CacheOptions")
     tokens, lengths = pad_prompts(prompts, prompt_lengths, model.config)
+    eos = end_tokens(eos_token_ids, model.config)
     num_rows = tokens.shape[0]
     tokens, lengths, budgets, is_context_bound = _plan_rows(model, tokens, lengths, max_new_tokens)
     new_bucket = bucket(max_new_tokens)
@@ -91,87 +105,23 @@ def make_request(
             model.execution.num_data_shards,
             ends,
         ),
+        eos_token_ids=jnp.asarray(eos, jnp.int32).reshape(-1),
         num_rows=num_rows,
         max_new_tokens=new_bucket,
         num_draft_tokens=g,
+        sampling=sampling,
+        options=cache,
     )
 
 
-def choose_num_draft_tokens(model: SpeculativeModel, num_draft_tokens: int | None) -> int:
+def choose_num_draft_tokens(model: SpeculativeModel, num_draft_tokens: Any) -> int:
     """Tokens drafted a round: by default one for each draft layer, none without a draft."""
     if num_draft_tokens is None:
         return 0 if model.draft is None else model.draft.default_num_draft_tokens
-    if num_draft_tokens < 0:
-        raise RequestError(f"num_draft_tokens={num_draft_tokens}; 0 or more is needed")
-    if num_draft_tokens and model.draft is None:
-        raise RequestError(
-            f"num_draft_tokens={num_draft_tokens}, but the model was loaded without a draft"
-        )
-    return num_draft_tokens
-
-
-def pad_prompts(prompts: Prompts, prompt_lengths: Any, config: ModelConfig) -> tuple[Any, Any]:
-    """Prompts as int32 `[b, bucket]` and `[b]`; NumPy where the values are concrete.
-
-    Raises:
-        RequestError: see `make_request`.
-    """
-    if isinstance(prompts, np.ndarray | jax.Array):
-        if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
-            raise RequestError(
-                f"prompts: {prompts.dtype}{list(prompts.shape)}; integer ids [b, t] are needed"
-            )
-        b, t = prompts.shape
-        lengths = jnp.full(b, t) if prompt_lengths is None else prompt_lengths
-    else:
-        if prompt_lengths is not None:
-            raise RequestError("prompt_lengths goes with an array of prompts, not with a list")
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        b, t = len(prompts), int(lengths.max(initial=0))
-    if b == 0 or t == 0:
-        raise RequestError(
-            f"prompts: {b} rows of {t} tokens; at least one row of one token is needed"
-        )
-    if any(isinstance(x, Tracer) for x in (prompts, lengths)):
-        padded = jnp.zeros((b, bucket(t)), jnp.int32).at[:, :t].set(jnp.asarray(prompts, jnp.int32))
-        return padded, jnp.asarray(lengths, jnp.int32)
-    lengths = np.asarray(lengths, np.int32)
-    if lengths.shape != (b,) or lengths.max() > t:
-        raise RequestError(
-            f"prompt_lengths: {lengths.tolist()}; one of 1 to {t} for each of {b} rows is needed"
-        )
-    padded = np.zeros((b, bucket(t)), np.int32)
-    for row, prompt in enumerate(
-        np.asarray(prompts) if isinstance(prompts, jax.Array) else prompts
-    ):
-        padded[row, : lengths[row]] = _checked_ids(prompt, int(lengths[row]), row, config)
-    return padded, lengths
-
-
-def _checked_ids(prompt: Any, length: int, row: int, config: ModelConfig) -> np.ndarray:
-    """A row's ids, each inside the vocabulary."""
-    if length < 1:
-        raise RequestError(f"prompts: row {row} is empty; a prompt has at least one token")
-    if length >= config.max_position_embeddings:
-        raise RequestError(
-            f"prompts: row {row} has {length} tokens; the model's context is "
-            f"{config.max_position_embeddings}, one of them for an answer"
-        )
-    ids = np.asarray(prompt[:length], np.int64)
-    check_ids(ids, config.vocab_size, f"prompts: row {row}")
-    return ids
-
-
-def check_ids(ids: Any, vocab_size: int, where: str = "tokens") -> None:
-    """Refuses ids outside the vocabulary, which an indexed read would clamp or wrap without a word.
-
-    Raises:
-        RequestError: names the first such id.
-    """
-    ids = np.asarray(ids)
-    outside = ids[(ids < 0) | (ids >= vocab_size)]
-    if outside.size:
-        raise RequestError(f"{where} holds id {outside[0]}; ids are 0 to {vocab_size - 1}")
+    g = whole_number("num_draft_tokens", num_draft_tokens)
+    if g and model.draft is None:
+        raise RequestError(f"num_draft_tokens={g}, but the model was loaded without a draft")
+    return g
 
 
 def _plan_rows(model: SpeculativeModel, tokens: Any, lengths: Any, max_new_tokens: int):

@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.cache.pages import CacheOptions, PageTables, make_page_tables
 from jaxspec.decoding.prefill import absorb_prompts
-from jaxspec.decoding.request import Prompts, check_ids, choose_num_draft_tokens, make_request
+from jaxspec.decoding.prompts import Prompts, check_ids
+from jaxspec.decoding.request import choose_num_draft_tokens, make_request
 from jaxspec.decoding.sampling import Sampling
 from jaxspec.drafts.draft import Draft, Proposal
 from jaxspec.errors import RequestError
@@ -64,16 +65,19 @@ def propose(
     g = choose_num_draft_tokens(model, num_draft_tokens)
     if g == 0:
         raise RequestError("propose: num_draft_tokens=0; at least 1 is needed")
-    options = CacheOptions()
-    request = make_request(model, prompts, prompt_lengths, 0, g, options)
+    request = make_request(model, prompts, prompt_lengths, 0, g, sampling)
     lengths = request.lengths[: request.num_rows]
     if not isinstance(lengths, Tracer) and lengths.min() < 2:
         raise RequestError("propose: a prompt of one token has no target state before its anchor")
     proposal = _propose(
-        model, request.prompts, request.lengths, request.pages,
+        model,
+        request.prompts,
+        request.lengths,
+        request.pages,
         num_draft_tokens=g,
-        sampling=sampling or Sampling(), options=options,
-    )  # fmt: skip
+        sampling=request.sampling,
+        options=request.options,
+    )
     return jax.tree.map(lambda x: x[: request.num_rows], proposal)
 
 
@@ -154,6 +158,6 @@ def _checked(model: SpeculativeModel, tokens: Any) -> jax.Array:
             f"{model.config.max_position_embeddings}"
         )
     if not isinstance(tokens, Tracer):
-        check_ids(tokens, model.config.vocab_size)
+        check_ids(tokens, model.config.vocab_size, "tokens")
     padding = -len(tokens) % model.execution.num_data_shards
     return jnp.pad(tokens.astype(jnp.int32), ((0, padding), (0, 0)))

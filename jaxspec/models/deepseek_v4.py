@@ -52,7 +52,7 @@ class Block(nnx.Module):
         page_table: Int[Array, "b pages_per_row"] | None,
         only: Int[Array, " b"] | None = None,
     ) -> tuple[Float[Array, "b t_out j d"], LayerCache]:
-        """Runs the block for each token or, with `only`, for one a row; all valid ones are cached.
+        """Runs the block for each token or, with `only`, for one a row; caches all valid ones.
 
         Args:
             tokens: ids, for layers that route by them.
@@ -71,7 +71,7 @@ class Block(nnx.Module):
 
 
 class DeepseekV4(nnx.Module):
-    """Embedding, blocks over `hc_mult` residual streams, the mix that collapses them, norm, head."""
+    """Embedding, blocks over `hc_mult` residual streams, the mix that collapses them, a head."""
 
     def __init__(self, *, config: DeepseekV4Config, execution: Execution, rngs: nnx.Rngs):
         self.config, self.execution = config, execution

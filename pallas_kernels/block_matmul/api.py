@@ -20,8 +20,8 @@ def block_matmul(
     """y[m, n] = sum over k of x[m, k] w[n, k], accumulated in float32.
 
     Returned as `out_dtype`, by default x's dtype. A plain `w` is widened or rounded to x's dtype. A
-    quantized `w` multiplies activations quantized per row and per `activation_group_size`
-    columns, as DeepSeek's FP8 GEMM does; with `quantize=False` it is dequantized to x's dtype instead.
+    quantized `w` multiplies activations quantized per row and per `activation_group_size` columns,
+    as DeepSeek's FP8 GEMM does; with `quantize=False` it is dequantized to x's dtype instead.
 
     Raises:
         ValueError: the contraction of a quantized `w` differs from x's.

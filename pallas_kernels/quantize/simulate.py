@@ -1,4 +1,4 @@
-"""Rounding to FP8 and FP4 and back, where DeepSeek-V4 simulates a quantized cache (its `kernel.py`)."""
+"""Rounding to FP8 and FP4 and back, where DeepSeek-V4 simulates a quantized cache."""
 
 import jax.numpy as jnp
 import numpy as np

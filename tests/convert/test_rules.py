@@ -4,19 +4,19 @@ import pytest
 
 from convert.rules import Part, Table, copy, skip, split, stack
 from convert.table_v3 import rules, table
-from jaxspec.config import ModelConfig
+from jaxspec.config import DeepseekV3Config
 from jaxspec.model import parameter_specs
 from tests import fixtures
 
 
 @pytest.fixture
-def config() -> ModelConfig:
-    return ModelConfig.from_hf(fixtures.v3_config())
+def config() -> DeepseekV3Config:
+    return DeepseekV3Config.from_hf(fixtures.v3_config())
 
 
 @pytest.mark.parametrize("q_lora_rank", [64, None])
 def test_every_parameter_can_be_found_from_its_tensors_and_back(q_lora_rank):
-    config = ModelConfig.from_hf(fixtures.v3_config(q_lora_rank=q_lora_rank))
+    config = DeepseekV3Config.from_hf(fixtures.v3_config(q_lora_rank=q_lora_rank))
     names = table(config)
     for path in parameter_specs(config, "nextn"):
         ways = list(names.sources(path))

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec.cache.latent import CacheOptions, PageAllocator, empty_cache, pages_needed
-from jaxspec.decoding import prefill
+from jaxspec.cache.latent import empty_cache
+from jaxspec.cache.pages import CacheOptions, PageAllocator, pages_needed
+from jaxspec.drafts import nextn
+from jaxspec.models import deepseek_v3
 from tests import models
 from tests.decoding import texts
 from tests.numpy_reference import Reference
@@ -74,17 +76,15 @@ def test_allocator_refuses_a_pool_that_the_shards_do_not_share():
 def test_a_pool_full_of_nan_changes_nothing(monkeypatch):
     """D35: every slot is NaN before it is written; rows end at different times."""
 
-    def poisoned(*args, **options):
-        cache = empty_cache(*args, **options)
-        return dataclasses.replace(
-            cache, pages=tuple(jnp.full_like(pages, jnp.nan) for pages in cache.pages)
-        )
+    def poisoned(*args):
+        return models.filled(empty_cache(*args), jnp.nan)
 
     prompts = texts.prompts()
     options = {"num_draft_tokens": 3, "eos_token_ids": (3, 50)}
     want = texts.generate(load(), prompts, 24, cache=CacheOptions(page_size=16), **options)
     assert len(set(want.lengths.tolist())) > 1
-    monkeypatch.setattr(prefill, "empty_cache", poisoned)
+    for module in (deepseek_v3, nextn):
+        monkeypatch.setattr(module, "empty_cache", poisoned)
     # No other test uses this page size, so the program is traced anew and holds the NaNs.
     got = texts.generate(load(), prompts, 24, cache=CacheOptions(page_size=12), **options)
     assert texts.rows(got) == texts.rows(want)
@@ -107,7 +107,7 @@ def test_logits_beside_nan_are_those_beside_zeros():
 
 
 def test_options_of_no_size_are_refused():
-    with pytest.raises(jaxspec.CapacityError, match="page_size=0"):
+    with pytest.raises(jaxspec.RequestError, match="page_size=0"):
         CacheOptions(page_size=0)
-    with pytest.raises(jaxspec.CapacityError, match="prefill_chunk=0"):
+    with pytest.raises(jaxspec.RequestError, match="prefill_chunk=0"):
         CacheOptions(prefill_chunk=0)

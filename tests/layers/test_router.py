@@ -7,12 +7,12 @@ import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.config import ModelConfig
+from jaxspec.config import DeepseekV3Config
 from jaxspec.layers.moe import route
 from tests import fixtures, numpy_reference
 
 HF_CONFIG = fixtures.v3_config(num_experts_per_tok=3)
-CONFIG = ModelConfig.from_hf(HF_CONFIG)
+CONFIG = DeepseekV3Config.from_hf(HF_CONFIG)
 
 
 def check(logits, bias, **overrides) -> list[list[int]]:
