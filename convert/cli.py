@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxspec-convert: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("jaxspec-convert: interrupted; `convert --resume` continues", file=sys.stderr)
+        remedy = "; --resume continues" if hasattr(arguments, "resume") else ""
+        print(f"jaxspec-convert: interrupted{remedy}", file=sys.stderr)
         return 130
     return 0
 
@@ -83,16 +84,15 @@ def _add_verify(commands) -> None:
     add = commands.add_parser(
         "verify", help="compare every tensor of SRC and DST, or DST with its own checksums"
     )
-    add.add_argument("paths", metavar="[SRC] DST", nargs="+")
-
-    def run(arguments: argparse.Namespace) -> str:
-        *sources, destination = arguments.paths
-        if len(sources) > 1:
-            add.error("SRC and DST, or DST alone, are needed")
-        path = pathlib.Path(destination)
-        return verify(sources[0], path) if sources else verify_stored(path)
-
-    add.set_defaults(run=run)
+    add.add_argument("source", metavar="SRC", nargs="?", help="a folder, or a Hub repository")
+    add.add_argument("checkpoint", metavar="DST", type=pathlib.Path)
+    add.set_defaults(
+        run=lambda arguments: (
+            verify(arguments.source, arguments.checkpoint)
+            if arguments.source
+            else verify_stored(arguments.checkpoint)
+        )
+    )
 
 
 def _add_export(commands) -> None:

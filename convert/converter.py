@@ -44,6 +44,8 @@ def convert(
     if destination.exists() and not resume:
         raise CheckpointError(f"{destination}: exists already; remove it or choose another name")
     source = open_source(source_name)
+    if destination.absolute().is_relative_to(source.folder.absolute()):
+        raise CheckpointError(f"{destination}: lies inside the source; choose another place")
     config = source.model_config()
     kind = planning.choose_draft(draft, config)
     plan = planning.make(source.tensors, config, kind, weights, source.have_equal_bytes)

@@ -22,7 +22,7 @@ class Report:
 
     Attributes:
         drafts: the kinds that are there, complete.
-        num_tensors, num_bytes: of the weights.
+        tensors, bytes: how many there are of the weights.
         dtypes: number of tensors by stored type.
         missing, unknown, wrong: tensors at fault; all empty where the source can be converted.
         faults: the same as sentences.
@@ -32,8 +32,8 @@ class Report:
 
     family: str
     drafts: tuple[str, ...]
-    num_tensors: int
-    num_bytes: int
+    tensors: int
+    bytes: int
     dtypes: dict[str, int]
     missing: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
@@ -69,8 +69,8 @@ def _source_report(name: str) -> Report:
     return Report(
         family=config.family,
         drafts=(draft,) if draft and not lacks_draft else (),
-        num_tensors=len(source.tensors),
-        num_bytes=sum(info.num_bytes for info in source.tensors.values()),
+        tensors=len(source.tensors),
+        bytes=sum(info.num_bytes for info in source.tensors.values()),
         dtypes=_count(info.dtype for info in source.tensors.values()),
         faults=tuple(fault.text for fault in matching.faults),
         skipped=dict(matching.skipped),
@@ -85,8 +85,8 @@ def _checkpoint_report(path: pathlib.Path) -> Report:
     return Report(
         family=metadata.family,
         drafts=(metadata.draft,) if metadata.draft else (),
-        num_tensors=len(checkpoint.leaves),
-        num_bytes=sum(map(checkpoint.num_bytes, checkpoint.leaves)),
+        tensors=len(checkpoint.leaves),
+        bytes=sum(map(checkpoint.num_bytes, checkpoint.leaves)),
         dtypes=_count(np.dtype(leaf.dtype).name for leaf in checkpoint.leaves.values()),
     )
 
@@ -100,8 +100,8 @@ def _lines(report: Report) -> list[tuple[str, object]]:
     lines: list[tuple[str, object]] = [
         ("family", report.family),
         ("drafts", ", ".join(report.drafts) or "none"),
-        ("tensors", report.num_tensors),
-        ("bytes", report.num_bytes),
+        ("tensors", report.tensors),
+        ("bytes", report.bytes),
         ("types", counts),
     ]
     lines += [("skipped", f"{name}: {reason}") for name, reason in report.skipped.items()]

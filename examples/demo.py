@@ -55,7 +55,8 @@ def main() -> int:
     console.print(table(plain, drafted, *seconds.values()))
     console.print("Both texts are equal, token for token." if equal else "The texts differ!")
     console.print(
-        f"Try it: {command.parent}/jaxspec-generate --checkpoint {checkpoint} --prompt 'Say more:'",
+        f"Try it: {command.parent}/jaxspec-generate --checkpoint {checkpoint} --dtype float32"
+        " --prompt 'Say more:'",
         highlight=False,
         soft_wrap=True,
     )

@@ -124,6 +124,7 @@ def v3_config(**overrides: Any) -> dict[str, Any]:
             config["rope_scaling"][key] = value
         else:
             config[key] = value
+    config["num_key_value_heads"] = config["num_attention_heads"]
     return config
 
 

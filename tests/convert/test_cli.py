@@ -46,8 +46,8 @@ def test_inspect_describes_a_folder(tmp_path, done):
     assert "deepseek_v3" in text and "nextn" in text and "F8_E4M3" in text
     report = json.loads(done("inspect", source, "--json").out)
     assert report["family"] == "deepseek_v3" and report["drafts"] == ["nextn"]
-    assert report["num_tensors"] == len(model.tensors)
-    assert report["num_bytes"] == sum(array.nbytes for array in model.tensors.values())
+    assert report["tensors"] == len(model.tensors)
+    assert report["bytes"] == sum(array.nbytes for array in model.tensors.values())
     assert sum(report["dtypes"].values()) == len(model.tensors)
     assert report["missing"] == report["unknown"] == report["wrong"] == report["faults"] == []
 

@@ -36,7 +36,7 @@ def test_a_golden_case_keeps_every_byte(case, tmp_path, done):
     assert_same_files(folder, tmp_path / "out")
 
 
-DEEP = {"num_hidden_layers": 63, "hidden_size": 16, "kv_lora_rank": 16, "q_lora_rank": 8}
+DEEP = {"num_hidden_layers": 63, "hidden_size": 16, "kv_lora_rank": 16, "n_routed_experts": 4}
 
 
 @pytest.mark.parametrize("draft", ["auto", "none"])

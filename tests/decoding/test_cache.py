@@ -24,8 +24,15 @@ def load():
     return models.load("perm", **MODEL)
 
 
-@pytest.mark.parametrize("page_size", [4, 16])
-@pytest.mark.parametrize("depth", [5, 9])
+@pytest.mark.parametrize(
+    "page_size, depth",
+    [
+        (4, 9),
+        (16, 5),
+        pytest.param(4, 5, marks=pytest.mark.slow),
+        pytest.param(16, 9, marks=pytest.mark.slow),
+    ],
+)
 def test_prompts_at_the_edge_of_a_page_with_no_page_to_spare(page_size, depth):
     """D34: a block of drafts spans pages; the pool holds just what the rows need."""
     prompts = texts.prompts([page_size - 1, page_size, page_size + 1])

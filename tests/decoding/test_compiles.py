@@ -41,7 +41,7 @@ def generate(prompts, new=317, draft="steered"):
     ends = tuple(int(cycle[0]) for cycle in source.cycles)
     model = models.load("perm", draft=draft, num_hidden_layers=2)
     result = jaxspec.generate(
-        model, prompts, max_new_tokens=new, num_draft_tokens=3, eos_token_ids=ends
+        model, prompts, max_new_tokens=new, num_draft_tokens=2, eos_token_ids=ends
     )
     return texts.rows(result)
 

@@ -33,7 +33,7 @@ def logits(quantized: bool, mesh_shape: tuple[int, int] | None) -> tuple[np.ndar
         (True, (8, 1)),
         (True, (2, 4)),
         (True, (1, 8)),
-        (True, (4, 2)),
+        pytest.param(True, (4, 2), marks=pytest.mark.slow),
         pytest.param(False, (1, 8), marks=pytest.mark.slow),
         pytest.param(False, (2, 4), marks=pytest.mark.slow),
     ],
@@ -64,7 +64,7 @@ def test_weights_lie_on_their_devices():
         assert local[axis] * 4 == array.shape[axis], f"{name}: {local} of {array.shape}"
 
 
-@pytest.mark.parametrize("mesh_shape", [(4, 2), (8, 1)])
+@pytest.mark.parametrize("mesh_shape", [(4, 2), pytest.param((8, 1), marks=pytest.mark.slow)])
 def test_text(mesh_shape):
     """Five rows are padded to eight; text and counters are one device's."""
     options = {"draft": "half", "branch_gain": 5.0, "num_hidden_layers": 2}

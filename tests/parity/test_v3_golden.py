@@ -60,7 +60,7 @@ def decode(session: models.Session, keys) -> list[tuple[np.ndarray, np.ndarray]]
 @pytest.mark.parametrize("chunk", [1, 16])
 def test_prefill_in_chunks_is_the_prefill(case, chunk):
     keys = golden.expected(case)
-    session = models.Session.start(models.load(case), len(keys["input_ids"]))
+    session = models.Session.start(models.load(case), len(keys["input_ids"]) + 4)
     prompt = keys["input_ids"][: int(keys["prefill_len"])]
     parts = [session.target(prompt[i : i + chunk], i) for i in range(0, len(prompt), chunk)]
     logits, captured = (np.concatenate(part) for part in zip(*parts, strict=True))
@@ -133,7 +133,11 @@ def test_a_zeroed_first_embedding_is_an_option(case):
     golden.assert_within(logits, keys["f32/nextn_logits_mask0"], 2e-4)
 
 
-@MESHES
+@pytest.mark.parametrize(
+    "mesh_shape",
+    [None, pytest.param((4, 2), marks=pytest.mark.slow)],
+    ids=["1 device", "8 devices"],
+)
 def test_quantized_activations(mesh_shape):
     keys = golden.expected("v3_fp8")
     model = models.load("v3_fp8", quantize_activations=True, mesh_shape=mesh_shape)
