@@ -1,6 +1,7 @@
 """The bytes that a pass of the target cannot avoid reading."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,8 @@ def pass_bytes(
     Args:
         context: cached positions of a row, on average.
     """
-    config, num_tokens = model.config, num_rows * tokens_per_row
+    config: Any = model.config
+    num_tokens = num_rows * tokens_per_row
     touched = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** num_tokens
     dense = experts = 0.0
     for keys, variable in nnx.to_flat_state(nnx.state(model.target, nnx.Param)):

@@ -47,8 +47,12 @@ class Metadata:
         Raises:
             CheckpointError: it was written by a newer jaxspec, or is incomplete.
         """
-        version = values.get("format_version")
-        if not isinstance(version, int) or version > FORMAT_VERSION:
+        version = values.get("format_version") if isinstance(values, Mapping) else None
+        if not isinstance(version, int) or version < 1:
+            raise CheckpointError(
+                f"{where}: the checkpoint's metadata is damaged; convert it again"
+            )
+        if version > FORMAT_VERSION:
             raise CheckpointError(
                 f"{where}: checkpoint format {version} is newer than {FORMAT_VERSION}, "
                 "the newest that this jaxspec reads; update jaxspec"
@@ -58,6 +62,12 @@ class Metadata:
         if missing:
             raise CheckpointError(
                 f"{where}: the checkpoint's metadata lacks {missing[0]!r}; convert it again"
+            )
+        if not isinstance(values["hf_config"], Mapping) or not isinstance(
+            values["generation_config"], Mapping | None
+        ):
+            raise CheckpointError(
+                f"{where}: the checkpoint's metadata is damaged; convert it again"
             )
         return cls(**{name: values[name] for name in names})
 
@@ -76,7 +86,7 @@ def read(path: str | pathlib.Path) -> tuple[Metadata, dict[str, Leaf]]:
     Raises:
         CheckpointError: there is no finished jaxspec checkpoint of a known format at `path`.
     """
-    path = pathlib.Path(path)
+    path = absolute(path)
     _refuse_what_is_not_a_checkpoint(path)
     try:
         stored = ocp.metadata(str(path))
@@ -88,6 +98,8 @@ def read(path: str | pathlib.Path) -> tuple[Metadata, dict[str, Leaf]]:
     if not isinstance(custom, dict) or METADATA_KEY not in custom:
         raise CheckpointError(f"{path}: an Orbax checkpoint, but not one that jaxspec wrote")
     leaves: dict[str, Leaf] = {}
+    if not isinstance(stored.metadata, Mapping):
+        raise CheckpointError(f"{path}: the checkpoint is damaged: it lists no arrays")
     _collect(stored.metadata, "", leaves)
     return Metadata.from_json(custom[METADATA_KEY], path), leaves
 
@@ -95,6 +107,11 @@ def read(path: str | pathlib.Path) -> tuple[Metadata, dict[str, Leaf]]:
 def read_metadata(path: str | pathlib.Path) -> Metadata:
     """The metadata of a checkpoint; raises as `read` does."""
     return read(path)[0]
+
+
+def absolute(path: str | pathlib.Path) -> pathlib.Path:
+    """The path as Orbax needs it, `~` expanded."""
+    return pathlib.Path(path).expanduser().absolute()
 
 
 def first_line(error: BaseException) -> str:
@@ -105,7 +122,8 @@ def first_line(error: BaseException) -> str:
 def _refuse_what_is_not_a_checkpoint(path: pathlib.Path) -> None:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
-    if ocp.is_orbax_checkpoint(str(path)):
+    # Orbax would take any folder of safetensors for one of its own.
+    if (path / "_CHECKPOINT_METADATA").is_file():
         return
     if (path / "config.json").is_file():
         raise CheckpointError(

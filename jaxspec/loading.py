@@ -60,7 +60,7 @@ def load(
         MeshError: the mesh does not divide the model, or has another axis.
         CapacityError: the weights do not fit in the memory of a device.
     """
-    path = pathlib.Path(path)
+    path = checkpoint.absolute(path)
     metadata, leaves = checkpoint.read(path)
     config = read_config(metadata.hf_config, metadata.generation_config)
     kind = _choose_draft(draft, metadata, path)
@@ -97,7 +97,7 @@ def save(path: str | pathlib.Path, model: SpeculativeModel) -> None:
         CheckpointError: `path` exists or cannot be written, its parent is not shared by all hosts,
             or the model was not loaded.
     """
-    path = pathlib.Path(path).absolute()
+    path = checkpoint.absolute(path)
     if not _all_hosts(not path.exists()):
         raise CheckpointError(f"{path}: exists already; remove it or choose another name")
     if model.provenance is None:
@@ -190,9 +190,12 @@ def _choose_draft(draft: str | None, metadata: Metadata, path: pathlib.Path) -> 
 
 
 def _compute_dtype(dtype: Any, config: ModelConfig) -> jnp.dtype:
-    chosen = jnp.dtype(dtype or config.dtype)
-    if chosen.name not in DTYPES:
-        raise RequestError(f"load: dtype={chosen.name}; one of {', '.join(DTYPES)} is needed")
+    try:
+        chosen = jnp.dtype(dtype or config.dtype)
+    except TypeError:
+        chosen = None
+    if chosen is None or chosen.name not in DTYPES:
+        raise RequestError(f"load: dtype={dtype!r}; one of {', '.join(DTYPES)} is needed")
     return chosen
 
 
@@ -264,7 +267,7 @@ def _read_arrays(
     try:
         with context:
             tree = ocp.load(str(path), abstract)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # Orbax raises a bare Exception for a torn file.
         raise CheckpointError(f"{path}: cannot be read: {checkpoint.first_line(error)}") from error
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {"/".join(str(key.key) for key in keys): array for keys, array in flat}

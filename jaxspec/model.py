@@ -15,7 +15,6 @@ from jaxspec.drafts.nextn import NextN
 from jaxspec.execution import Execution
 from jaxspec.models.deepseek_v3 import DeepseekV3
 from jaxspec.models.deepseek_v4 import DeepseekV4
-from jaxspec.models.target import Target
 
 DraftKind = Literal["nextn", "mtp"]
 
@@ -37,8 +36,8 @@ class SpeculativeModel(nnx.Module):
 
     Attributes:
         provenance: set by `load`, for `save`.
-        target: the model whose output is produced.
-        draft: what proposes tokens, or None for plain decoding.
+        target: the model whose output is produced, a `Target`.
+        draft: what proposes tokens, a `Draft`, or None for plain decoding.
     """
 
     def __init__(
@@ -55,8 +54,9 @@ class SpeculativeModel(nnx.Module):
         self.provenance: Provenance | None = None
         shared = {"config": config, "execution": execution, "rngs": rngs}
         is_v4 = isinstance(config, DeepseekV4Config)
-        self.target: Target = DeepseekV4(**shared) if is_v4 else DeepseekV3(**shared)
-        self.draft = make_draft(draft, owned, zero_first_embedding, **shared)
+        # Any: the families have members of their own beyond the two protocols.
+        self.target: Any = DeepseekV4(**shared) if is_v4 else DeepseekV3(**shared)
+        self.draft: Any = make_draft(draft, owned, zero_first_embedding, **shared)
 
     @property
     def shared(self) -> Shared:

@@ -27,6 +27,8 @@ def rebuild_mesh(mesh: Mesh | None) -> Mesh | None:
     """
     if mesh is None:
         return None
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"mesh: {mesh!r:.60}; a jax.sharding.Mesh of devices is needed")
     unknown = [name for name in mesh.axis_names if name not in MESH_AXES]
     if unknown:
         raise MeshError(

@@ -52,6 +52,10 @@ def pages_needed(num_positions: int, page_size: int) -> int:
     return -(-num_positions // page_size)
 
 
+def _of_shard(num_shards: int) -> str:
+    return " of a data shard" if num_shards > 1 else ""
+
+
 def own_pages(num_rows: int, pages_per_row: int, num_data_shards: int) -> np.ndarray:
     """A page table `[num_rows, pages_per_row]` in which each row owns consecutive pages."""
     table = np.arange(num_rows // num_data_shards * pages_per_row, dtype=np.int32)
@@ -86,8 +90,9 @@ class PageAllocator:
             needed = sum(pages_of_row[shard * rows_per_shard : (shard + 1) * rows_per_shard])
             if needed > len(free):
                 raise CapacityError(
-                    f"page pool: the rows need {needed} pages and {len(free)} are free; "
-                    "raise CacheOptions.num_pages, or lower max_new_tokens or the batch"
+                    f"page pool: the rows{_of_shard(num_shards)} need {needed} pages and "
+                    f"{len(free)} are free; raise CacheOptions.num_pages, "
+                    "or lower max_new_tokens or the batch"
                 )
         table = np.full((len(pages_of_row), pages_per_row), -1, np.int32)
         for row, count in enumerate(pages_of_row):

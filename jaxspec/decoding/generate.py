@@ -96,7 +96,10 @@ def generate(
         options=request.options,
     )
     rows = jax.tree.map(lambda x: x[: request.num_rows], result)
-    return dataclasses.replace(rows, tokens=rows.tokens[:, :max_new_tokens])
+    # The program's width is a bucket, and no wider than the model's context.
+    missing = max(max_new_tokens - rows.tokens.shape[1], 0)
+    padded = jnp.pad(rows.tokens, ((0, 0), (0, missing)), constant_values=rows.pad_token_id)
+    return dataclasses.replace(rows, tokens=padded[:, :max_new_tokens])
 
 
 def stream(
@@ -115,7 +118,8 @@ def stream(
 ) -> Iterator[Chunk]:
     """`generate`, handing out what each step commits; the first chunk is the prefill's token.
 
-    Arguments and errors are `generate`'s; errors are raised at once, not at the first chunk.
+    Arguments and errors are `generate`'s; errors are raised at once, not at the first chunk. The
+    host drives it step by step, so it cannot be traced: use `generate` under `jit`.
     """
     _check_choices(draft_sampling, verification)
     request = make_request(

@@ -33,9 +33,13 @@ def pad_prompts(prompts: Prompts, prompt_lengths: Any, config: ModelConfig) -> t
         array = jnp.asarray(prompts)
         _check_array("prompts", array, 2)
         b, t = array.shape
-        lengths = jnp.full(b, t) if prompt_lengths is None else prompt_lengths
+        if prompt_lengths is None or not isinstance(prompt_lengths, Tracer):
+            lengths = _concrete_lengths(prompt_lengths, b, t)
+            for index, length in enumerate(lengths):
+                _check_length(int(length), f"prompts: row {index}", config)
+            prompt_lengths = lengths
         padded = jnp.zeros((b, bucket(t)), jnp.int32).at[:, :t].set(array.astype(jnp.int32))
-        return padded, jnp.asarray(lengths, jnp.int32)
+        return padded, jnp.asarray(prompt_lengths, jnp.int32)
     rows = _rows(prompts, prompt_lengths)
     if not rows:
         raise RequestError("prompts: no rows; at least one is needed")
@@ -52,16 +56,8 @@ def _rows(prompts: Any, prompt_lengths: Any) -> list[np.ndarray]:
     if isinstance(prompts, np.ndarray | jax.Array):
         array = np.asarray(prompts)
         _check_array("prompts", array, 2)
-        lengths = np.full(len(array), array.shape[1])
-        if prompt_lengths is not None:
-            lengths = np.asarray(prompt_lengths)
-            _check_array("prompt_lengths", lengths, 1)
-            if len(lengths) != len(array) or (lengths > array.shape[1]).any():
-                raise RequestError(
-                    f"prompt_lengths: {lengths.tolist()}; "
-                    f"one of 1 to {array.shape[1]} for each of {len(array)} rows is needed"
-                )
-        return [row[: max(length, 0)] for row, length in zip(array, lengths, strict=True)]
+        lengths = _concrete_lengths(prompt_lengths, *array.shape)
+        return [row[:length] for row, length in zip(array, lengths, strict=True)]
     if prompt_lengths is not None:
         raise RequestError("prompt_lengths goes with an array of prompts, not with a list")
     if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes):
@@ -69,6 +65,19 @@ def _rows(prompts: Any, prompt_lengths: Any) -> list[np.ndarray]:
             f"prompts: {type(prompts).__name__}; lists of token ids, or an array [b, t], are needed"
         )
     return [np.asarray(row) if len_of(row) else np.zeros(0, np.int32) for row in prompts]
+
+
+def _concrete_lengths(prompt_lengths: Any, b: int, t: int) -> np.ndarray:
+    """Tokens of each of b rows of t."""
+    if prompt_lengths is None:
+        return np.full(b, t)
+    lengths = np.asarray(prompt_lengths)
+    _check_array("prompt_lengths", lengths, 1)
+    if len(lengths) != b or (lengths > t).any() or (lengths < 1).any():
+        raise RequestError(
+            f"prompt_lengths: {lengths.tolist()}; one of 1 to {t} for each of {b} rows is needed"
+        )
+    return lengths
 
 
 def len_of(row: Any) -> int:
@@ -85,16 +94,20 @@ def _check_array(name: str, array: Any, ndim: int) -> None:
 
 
 def _check_row(row: np.ndarray, where: str, config: ModelConfig) -> None:
-    if len(row) < 1:
-        raise RequestError(f"{where} is empty; a prompt has at least one token")
+    _check_length(len(row), where, config)
     if row.ndim != 1 or row.dtype.kind not in "iu":
         raise RequestError(f"{where} holds {row.dtype}{list(row.shape)}; integer ids are needed")
-    if len(row) >= config.max_position_embeddings:
+    check_ids(row, config.vocab_size, where)
+
+
+def _check_length(length: int, where: str, config: ModelConfig) -> None:
+    if length < 1:
+        raise RequestError(f"{where} is empty; a prompt has at least one token")
+    if length >= config.max_position_embeddings:
         raise RequestError(
-            f"{where} has {len(row)} tokens; the model's context is "
+            f"{where} has {length} tokens; the model's context is "
             f"{config.max_position_embeddings}, one of them for an answer"
         )
-    check_ids(row, config.vocab_size, where)
 
 
 def check_ids(ids: Any, vocab_size: int, where: str) -> None:

@@ -27,7 +27,7 @@ class Request:
         pages: which pages each row has.
         eos_token_ids: int32 `[num_eos]`.
         num_rows: rows that the caller asked for; the first ones.
-        max_new_tokens: the bucket that holds the largest budget.
+        max_new_tokens: the bucket that holds the largest budget; no row outgrows the context.
         num_draft_tokens: tokens drafted a round; 0 is plain decoding.
         sampling: the law that tokens are chosen from.
         options: of the cache.
@@ -84,7 +84,9 @@ def make_request(
     eos = end_tokens(eos_token_ids, model.config)
     num_rows = tokens.shape[0]
     tokens, lengths, budgets, is_context_bound = _plan_rows(model, tokens, lengths, max_new_tokens)
-    new_bucket = bucket(max_new_tokens)
+    context = model.config.max_position_embeddings
+    new_bucket = bucket(min(max_new_tokens, context))
+    num_positions = min(tokens.shape[1] + new_bucket, max(tokens.shape[1], context))
     ends = None
     if cache.num_pages is not None:
         if isinstance(lengths, Tracer):
@@ -100,7 +102,7 @@ def make_request(
         pages=make_page_tables(
             model.config.cache_ratios,
             len(tokens),
-            tokens.shape[1] + new_bucket + g + 1,
+            num_positions + g + 1,
             cache,
             model.execution.num_data_shards,
             ends,
@@ -126,10 +128,11 @@ def choose_num_draft_tokens(model: SpeculativeModel, num_draft_tokens: Any) -> i
 
 def _plan_rows(model: SpeculativeModel, tokens: Any, lengths: Any, max_new_tokens: int):
     """Adds rows up to a multiple of the data shards, and gives each row its budget."""
-    xp = jnp if isinstance(lengths, Tracer) else np
+    is_traced = isinstance(tokens, Tracer) or isinstance(lengths, Tracer)
+    xp = jnp if is_traced else np
     num_added = -len(tokens) % model.execution.num_data_shards
     tokens = xp.pad(tokens, ((0, num_added), (0, 0)))
-    room = model.config.max_position_embeddings - lengths
+    room = xp.maximum(model.config.max_position_embeddings - lengths, 0)
     budgets = xp.pad(xp.minimum(room, max_new_tokens), (0, num_added)).astype(np.int32)
     is_context_bound = xp.pad(room < max_new_tokens, (0, num_added))
     lengths = xp.pad(lengths, (0, num_added), constant_values=1)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
@@ -27,7 +28,8 @@ def target_logits(model: SpeculativeModel, tokens: Int[Array, "b t"]) -> Float[A
     Raises:
         RequestError: ids outside the vocabulary, no tokens, or more than the model's context.
     """
-    return _target_logits(model, _checked(model, tokens))[: len(tokens)]
+    padded = _checked(model, tokens)
+    return _target_logits(model, padded)[: len(tokens)]
 
 
 def draft_logits(
@@ -147,7 +149,7 @@ def _all_valid(x: jax.Array) -> Bool[Array, "b t"]:
 
 def _checked(model: SpeculativeModel, tokens: Any) -> jax.Array:
     """The tokens as int32 `[b, t]`, padded to whole data shards."""
-    tokens = jnp.asarray(tokens)
+    tokens = tokens if isinstance(tokens, Tracer) else _as_array(tokens)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.size == 0:
         raise RequestError(
             f"tokens: {tokens.dtype}{list(tokens.shape)}; integer ids [b, t] are needed"
@@ -160,4 +162,14 @@ def _checked(model: SpeculativeModel, tokens: Any) -> jax.Array:
     if not isinstance(tokens, Tracer):
         check_ids(tokens, model.config.vocab_size, "tokens")
     padding = -len(tokens) % model.execution.num_data_shards
-    return jnp.pad(tokens.astype(jnp.int32), ((0, padding), (0, 0)))
+    return jnp.pad(jnp.asarray(tokens).astype(jnp.int32), ((0, padding), (0, 0)))
+
+
+def _as_array(tokens: Any) -> np.ndarray:
+    """Concrete tokens on the host, where ids are compared in their own width."""
+    try:
+        return np.asarray(tokens)
+    except ValueError as error:
+        raise RequestError(
+            "tokens: rows of different lengths; an array [b, t] is needed"
+        ) from error

@@ -22,6 +22,7 @@ from jaxspec.layers.compressor import (
 from jaxspec.layers.linear import Linear
 from jaxspec.layers.norms import RMSNorm
 from jaxspec.layers.rope import Rope, rotate_last
+from pallas_kernels._products import einsum
 from pallas_kernels.paged_mla import gather_rows
 from pallas_kernels.sparse_attention import sparse_attention
 
@@ -192,11 +193,5 @@ class CompressedAttention(nnx.Module):
         groups = out.reshape(b, t, config.o_groups, -1)
         # FP8 in the checkpoint, but its input is never quantized.
         wo_a = self.wo_a.dequantized().reshape(config.o_groups, config.o_lora_rank, -1)
-        low = jnp.einsum(
-            "btgy,goy->btgo",
-            groups,
-            wo_a,
-            preferred_element_type=jnp.float32,
-            precision=jax.lax.Precision.HIGHEST,
-        )
-        return self.wo_b(low.astype(out.dtype).reshape(b, t, -1))
+        low = einsum("goy,btgy->btgo", wo_a, groups, out.dtype)
+        return self.wo_b(low.reshape(b, t, -1))

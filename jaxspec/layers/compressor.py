@@ -19,6 +19,7 @@ from jaxspec.execution import Execution
 from jaxspec.layers.linear import Linear, matrix
 from jaxspec.layers.norms import RMSNorm
 from jaxspec.layers.rope import Rope, rotate_last
+from pallas_kernels._products import einsum
 from pallas_kernels.cache_write import write_rows
 from pallas_kernels.quantize import hadamard, simulate_fp4, simulate_fp8
 
@@ -125,7 +126,7 @@ class Plain(nnx.Module):
 
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t o"]:
         weight = self.weight.get_value().astype(jnp.float32)
-        return jnp.einsum("btd,od->bto", x, weight, precision=jax.lax.Precision.HIGHEST)
+        return einsum("btd,od->bto", x, weight)
 
 
 def simulate_keys(x: Float[Array, "*b x"], rope_width: int) -> Float[Array, "*b x"]:
@@ -147,9 +148,8 @@ class IndexQueries(NamedTuple):
 
     def scores(self, keys: Float[Array, "b n x"]) -> Float[Array, "b t n"]:
         """sum over heads of relu(q . k) w, in float32."""
-        exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
-        products = jnp.einsum("bthx,bnx->bthn", self.q, keys.astype(self.q.dtype), **exact)
-        return jnp.einsum("bthn,bth->btn", jax.nn.relu(products), self.weights, **exact)
+        products = einsum("bthx,bnx->bthn", self.q, keys.astype(self.q.dtype))
+        return einsum("bthn,bth->btn", jax.nn.relu(products), self.weights)
 
 
 class Indexer(nnx.Module):

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxspec.config import DeepseekV4Config
+from pallas_kernels._products import einsum
 
 
 class Coefficients(NamedTuple):
@@ -51,12 +52,7 @@ class HyperConnection(nnx.Module):
         y: Float[Array, "*b d"], streams: Float[Array, "*b j d"], mix: Coefficients
     ) -> Float[Array, "*b j d"]:
         """The streams behind the sublayer: h'[j] = post[j] y + sum over i of comb[i, j] h[i]."""
-        kept = jnp.einsum(
-            "...ij,...id->...jd",
-            mix.comb,
-            streams.astype(jnp.float32),
-            precision=jax.lax.Precision.HIGHEST,
-        )
+        kept = einsum("...ij,...id->...jd", mix.comb, streams.astype(jnp.float32))
         added = mix.post[..., None] * y.astype(jnp.float32)[..., None, :]
         return (kept + added).astype(streams.dtype)
 
@@ -95,7 +91,7 @@ def project(
     """m = fn h / sqrt(mean(h^2) + eps), with all streams of a token as one vector h."""
     flat = streams.reshape(*streams.shape[:-2], -1).astype(jnp.float32)
     norm = jax.lax.rsqrt(jnp.square(flat).mean(axis=-1, keepdims=True) + eps)
-    mixes = jnp.einsum("...x,mx->...m", flat, fn, precision=jax.lax.Precision.HIGHEST)
+    mixes = einsum("...x,mx->...m", flat, fn)
     return mixes * norm
 
 

@@ -5,7 +5,6 @@ absorbed into the latent space and attend to the rows as they lie; many queries 
 expanding the rows into keys and values of their heads. Both give the same output.
 """
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -16,6 +15,7 @@ from jaxspec.execution import Execution
 from jaxspec.layers.linear import Linear
 from jaxspec.layers.norms import RMSNorm
 from jaxspec.layers.rope import Rope, rope_amplitude, rotate, softmax_scale
+from pallas_kernels._products import einsum
 from pallas_kernels.cache_write import write_rows
 from pallas_kernels.mla_prefill import mla_prefill
 from pallas_kernels.paged_mla import gather_rows, paged_mla
@@ -110,7 +110,7 @@ class LatentAttention(nnx.Module):
 
     def _attend_absorbed(self, q_nope, q_rope, positions, pages, page_table):
         key, value = self._kv_b()
-        q_latent = _einsum("bthn,hnc->bthc", q_nope, key)
+        q_latent = einsum("hnc,bthn->bthc", key, q_nope, q_nope.dtype)
 
         def attend_local(q, pages, page_table, positions):
             return paged_mla(
@@ -125,7 +125,8 @@ class LatentAttention(nnx.Module):
 
         attend = self.execution.per_device(attend_local, (HEADS, ROWS, ROWS, ROWS), HEADS)
         q = jnp.concatenate((q_latent, q_rope), axis=-1)
-        return _einsum("bthc,hvc->bthv", attend(q, pages, page_table, positions), value)
+        latent = attend(q, pages, page_table, positions)
+        return einsum("hvc,bthc->bthv", value, latent, q.dtype)
 
     def _attend_expanded(self, q_nope, q_rope, positions, pages, page_table):
         def attend_local(q, key, value, pages, page_table, positions):
@@ -133,9 +134,9 @@ class LatentAttention(nnx.Module):
             latent, k_rope = jnp.split(rows, [self.config.kv_lora_rank], axis=-1)
             return mla_prefill(
                 q,
-                _einsum("bsc,hnc->bshn", latent, key),
+                einsum("bsc,hnc->bshn", latent, key, q.dtype),
                 k_rope,
-                _einsum("bsc,hvc->bshv", latent, value),
+                einsum("bsc,hvc->bshv", latent, value, q.dtype),
                 positions,
                 softmax_scale=softmax_scale(self.config),
                 implementation=self.execution.kernels,
@@ -145,11 +146,3 @@ class LatentAttention(nnx.Module):
         attend = self.execution.per_device(attend_local, specs, HEADS)
         q = jnp.concatenate((q_nope, q_rope), axis=-1)
         return attend(q, *self._kv_b(), pages, page_table, positions)
-
-
-def _einsum(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """A product accumulated in float32 and returned in x's dtype."""
-    product = jnp.einsum(
-        equation, x, y, preferred_element_type=jnp.float32, precision=jax.lax.Precision.HIGHEST
-    )
-    return product.astype(x.dtype)

@@ -13,6 +13,7 @@ from jaxspec.config import DeepseekV3Config
 from jaxspec.execution import Execution
 from jaxspec.layers.linear import Linear, matrix
 from jaxspec.sharding import weight_spec
+from pallas_kernels._products import einsum
 from pallas_kernels.grouped_matmul import expert_mlp
 
 
@@ -48,12 +49,7 @@ class Router(nnx.Module):
         """
 
         def route_local(x, weight, bias):
-            logits = jnp.einsum(
-                "md,ed->me",
-                x.astype(jnp.float32),
-                weight.astype(jnp.float32),
-                precision=jax.lax.Precision.HIGHEST,
-            )
+            logits = einsum("md,ed->me", x.astype(jnp.float32), weight.astype(jnp.float32))
             return route(logits, bias.astype(jnp.float32), self.config)
 
         rows, whole = P("data"), P()

@@ -12,6 +12,7 @@ from jaxspec.config import DeepseekV4Config
 from jaxspec.execution import Execution
 from jaxspec.layers.linear import Linear, matrix
 from jaxspec.layers.moe import ExpertWeight, run_experts
+from pallas_kernels._products import einsum
 from pallas_kernels.grouped_matmul import expert_mlp
 from pallas_kernels.grouped_matmul.reference import swiglu
 
@@ -53,12 +54,7 @@ class Gate(nnx.Module):
         assert selector is not None  # A gate has one or the other.
 
         def route_local(x, tokens, weight, selector):
-            logits = jnp.einsum(
-                "md,ed->me",
-                x.astype(jnp.float32),
-                weight.astype(jnp.float32),
-                precision=jax.lax.Precision.HIGHEST,
-            )
+            logits = einsum("md,ed->me", x.astype(jnp.float32), weight.astype(jnp.float32))
             scores = jnp.sqrt(jax.nn.softplus(logits))
             if is_hash:
                 ids = selector[tokens].astype(jnp.int32)

@@ -1,8 +1,8 @@
 """What `block_matmul` means. Every implementation is tested against this file."""
 
-import jax
 import jax.numpy as jnp
 
+from pallas_kernels._products import einsum
 from pallas_kernels.quantize.reference import quantize_activations
 from pallas_kernels.quantized import QuantizedTensor, dequantize
 
@@ -19,12 +19,4 @@ def block_matmul(x, w, *, out_dtype, quantize, scale_format):
         scales = jnp.repeat(scales, group_size, axis=-1)[:, : x.shape[1]]
         x = values.astype(jnp.float32) * scales
     w = dequantize(w, x.dtype) if isinstance(w, QuantizedTensor) else w.astype(x.dtype)
-    # HIGHEST matters for float32 alone: a GPU would use TF32 otherwise.
-    y = jnp.einsum(
-        "mk,nk->mn",
-        x,
-        w,
-        preferred_element_type=jnp.float32,
-        precision=jax.lax.Precision.HIGHEST,
-    )
-    return y.astype(out_dtype)
+    return einsum("mk,nk->mn", x, w, out_dtype)

@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._products import einsum
+
 
 def gather_rows(pages, page_table, num_valid):
     """rows[b, s] = the cached row at position s of sequence b, zero from `num_valid[b]` on."""
@@ -26,9 +28,7 @@ def masked_softmax(scores, visible):
 def paged_mla(q, pages, page_table, positions, *, kv_lora_rank, softmax_scale):
     """o[b, t, h] = softmax(q . row[s] * softmax_scale) row[s, :c], over s <= positions[b, t]."""
     rows = gather_rows(pages, page_table, positions.max(axis=1) + 1).astype(q.dtype)
-    exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
-    scores = jnp.einsum("bthx,bsx->bhts", q, rows, **exact) * softmax_scale
+    scores = einsum("bthx,bsx->bhts", q, rows) * softmax_scale
     visible = jnp.arange(rows.shape[1])[None, None, None] <= positions[:, None, :, None]
     weights = masked_softmax(scores, visible).astype(q.dtype)
-    out = jnp.einsum("bhts,bsc->bthc", weights, rows[..., :kv_lora_rank], **exact)
-    return out.astype(q.dtype)
+    return einsum("bsc,bhts->bthc", rows[..., :kv_lora_rank], weights, q.dtype)

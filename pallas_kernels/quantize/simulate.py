@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from pallas_kernels._products import einsum
 from pallas_kernels._typing import typechecked
 from pallas_kernels.quantize.reference import SMALLEST_MAX, divide, power_of_two_at_least
 from pallas_kernels.quantized import E4M3_MAX
@@ -53,9 +54,7 @@ def round_to_e2m1(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
 def hadamard(x: Float[Array, "*b x"]) -> Float[Array, "*b x"]:
     """x times the orthonormal Hadamard matrix in Sylvester's order; the width is a power of two."""
     matrix = jnp.asarray(hadamard_matrix(x.shape[-1]))
-    return jnp.einsum("...x,xy->...y", x.astype(jnp.float32), matrix, precision="highest").astype(
-        x.dtype
-    )
+    return einsum("...x,xy->...y", x.astype(jnp.float32), matrix, x.dtype)
 
 
 def hadamard_matrix(width: int) -> np.ndarray:

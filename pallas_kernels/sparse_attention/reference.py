@@ -3,15 +3,15 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels._products import einsum
+
 
 def sparse_attention(q, keys, visible, sink, *, softmax_scale):
     """o[b, t, h] = sum over visible s of exp(q . k[s] scale) k[s] / (exp(sink[h]) + sum of exp)."""
-    exact = {"preferred_element_type": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
-    scores = jnp.einsum("bthx,bsx->bhts", q, keys, **exact) * softmax_scale
+    scores = einsum("bthx,bsx->bhts", q, keys) * softmax_scale
     scores = jnp.where(visible[:, None], scores, -jnp.inf)
     sink = sink.astype(jnp.float32)[None, :, None, None]
     largest = jax.lax.stop_gradient(jnp.maximum(scores.max(axis=-1, keepdims=True), sink))
     weights = jnp.exp(scores - largest)
     weights /= weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - largest)
-    out = jnp.einsum("bhts,bsx->bthx", weights.astype(q.dtype), keys, **exact)
-    return out.astype(q.dtype)
+    return einsum("bsx,bhts->bthx", keys, weights.astype(q.dtype), q.dtype)
