@@ -154,18 +154,18 @@ def table(plain, drafted, floors, widths, gb_per_s: float | None) -> Table:
     row("target steps per token", [f"{run.steps_per_token:.3f}" for run in runs])
     row("drafted tokens accepted", ["-", f"{drafted.acceptance:.1%}"])
     times = [statistics.median(run.seconds) / run.target_steps for run in runs]
-    row("time a target step, all told", [f"{1e3 * seconds:.2f} ms" for seconds in times])
+    row("time per target step", [f"{1e3 * seconds:.2f} ms" for seconds in times])
     for part in ("dense", "experts", "cache", "total"):
-        row(f"bytes a target pass: {part}", [f"{getattr(f, part) / 1e6:.2f} MB" for f in floors])
+        row(f"floor bytes: {part}", [f"{getattr(f, part) / 1e6:.2f} MB" for f in floors])
     row(
-        "floor bytes over step time",
+        "floor bytes per second",
         [f"{f.total / seconds / 1e9:.2f} GB/s" for f, seconds in zip(floors, times, strict=True)],
     )
     if gb_per_s:
         ideal = [f.total / gb_per_s / 1e9 for f in floors]
-        row("floor at that bandwidth", [f"{1e3 * seconds:.3f} ms" for seconds in ideal])
+        row("floor as a time", [f"{1e3 * seconds:.3f} ms" for seconds in ideal])
         shares = [i / seconds for i, seconds in zip(ideal, times, strict=True)]
-        row("share of the floor reached", [f"{share:.1%}" for share in shares])
+        row("share of it reached", [f"{share:.1%}" for share in shares])
     return result
 
 

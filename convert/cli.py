@@ -4,6 +4,7 @@ import argparse
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -45,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def _add_convert(commands) -> None:
+def _add_convert(commands: Any) -> None:
     add = commands.add_parser("convert", help="write the checkpoint DST from the folder SRC")
     add.add_argument("source", metavar="SRC", help="a folder, or a Hub repository (extra `hub`)")
     add.add_argument("destination", metavar="DST", type=pathlib.Path)
@@ -73,14 +74,14 @@ def _add_convert(commands) -> None:
     )
 
 
-def _add_inspect(commands) -> None:
+def _add_inspect(commands: Any) -> None:
     add = commands.add_parser("inspect", help="say what SRC holds, what is missing or unknown")
     add.add_argument("source", metavar="SRC", help="a folder, a Hub repository, or a checkpoint")
     add.add_argument("--json", action="store_true")
     add.set_defaults(run=lambda arguments: inspect(arguments.source, as_json=arguments.json))
 
 
-def _add_verify(commands) -> None:
+def _add_verify(commands: Any) -> None:
     add = commands.add_parser(
         "verify", help="compare every tensor of SRC and DST, or DST with its own checksums"
     )
@@ -95,7 +96,7 @@ def _add_verify(commands) -> None:
     )
 
 
-def _add_export(commands) -> None:
+def _add_export(commands: Any) -> None:
     add = commands.add_parser("export", help="write the folder OUT that DST was converted from")
     add.add_argument("checkpoint", metavar="DST", type=pathlib.Path)
     add.add_argument("output", metavar="OUT", type=pathlib.Path)

@@ -16,7 +16,7 @@ from convert.progress import progress
 from convert.source import Source, open_source
 from jaxspec import checkpoint
 from jaxspec.checkpoint import Metadata
-from jaxspec.errors import CheckpointError
+from jaxspec.errors import CheckpointError, JaxspecError
 
 # Beside the arrays: headers, side files, Orbax's own metadata.
 OVERHEAD_BYTES = 16 << 20
@@ -61,10 +61,10 @@ def convert(
         _save_groups(session, source, plan, num_done)
         record.seal(session.folder, metadata)
         session.finalize()
-    except (OSError, ValueError) as error:
+    except Exception as error:
         if started_here:
             session.discard()
-        if isinstance(error, CheckpointError):
+        if isinstance(error, JaxspecError) or not isinstance(error, OSError | ValueError):
             raise
         raise CheckpointError(f"{destination}: cannot be written: {_reason(error)}") from error
     return _summary(destination, source, plan)

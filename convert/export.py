@@ -37,6 +37,7 @@ def export(path: pathlib.Path, output: pathlib.Path) -> str:
         raise CheckpointError(f"{output}: exists already; remove it or choose another name")
     checkpoint = Checkpoint(path)
     recorded = record.read(checkpoint.path)
+    record.check_seal(checkpoint.path, checkpoint.metadata)
     _refuse_inexact(checkpoint, recorded)
     tensors = record.tensors(checkpoint.path, recorded)
     plan = _plan(checkpoint, recorded, tensors)

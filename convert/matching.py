@@ -61,8 +61,7 @@ class Matching:
             self._place(name, table, has_draft)
         for path, spec in specs.items():
             self._check_filled(path, spec, table)
-        says_fp8 = config.quantization is not None and config.quantization.method == "fp8"
-        if says_fp8 and not self.scale_of and not self.faults:
+        if config.quantization is not None and not self.scale_of and not self.faults:
             self._fault(
                 "wrong",
                 "config.json",
@@ -78,7 +77,7 @@ class Matching:
         """
         if self.faults:
             fault, more = self.faults[0], len(self.faults) - 1
-            count = f" (and {more} more like this)" if more else ""
+            count = f" (and {more} more; inspect lists all)" if more else ""
             remedy = f"; {fault.remedy}" if fault.remedy else ""
             raise CheckpointError(fault.text + count + remedy)
 

@@ -158,6 +158,7 @@ def _is_saved(_: str, names: list[str]) -> list[str]:
 def _link_data(source: str, destination: str) -> None:
     """Links an array's data, which never changes again, and copies what Orbax will rewrite."""
     if pathlib.Path(source).parent.name == "d":
-        os.link(source, destination)
-    else:
-        shutil.copyfile(source, destination)
+        with contextlib.suppress(OSError):  # a file system without links
+            os.link(source, destination)
+            return
+    shutil.copyfile(source, destination)

@@ -16,7 +16,7 @@ import json
 import pathlib
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -164,8 +164,9 @@ class Checksums:
 
     def rewrite(self) -> None:
         """Leaves only the lines that were read."""
-        text = "".join(json.dumps(group) + "\n" for group in self.groups)
-        self._path.write_text(text)
+        whole = self._path.with_suffix(".new")
+        whole.write_text("".join(json.dumps(group) + "\n" for group in self.groups))
+        whole.replace(self._path)
 
     def append(self, arrays: Mapping[str, np.ndarray]) -> None:
         group = {path: checksum(array) for path, array in arrays.items()}
@@ -189,14 +190,20 @@ def seal(folder: pathlib.Path, metadata: Metadata) -> None:
     (folder / FOLDER / "files.sha256").write_text("".join(lines))
 
 
-def check_seal(folder: pathlib.Path, metadata: Metadata) -> Iterable[str]:
-    """Names of what changed since `seal`, was added or was removed."""
+def check_seal(folder: pathlib.Path, metadata: Metadata) -> None:
+    """Refuses a checkpoint whose record, side files or metadata are not as they were.
+
+    Raises:
+        CheckpointError: names what changed since `seal`, was added or was removed.
+    """
     path = folder / FOLDER / "files.sha256"
     text = path.read_bytes().decode(errors="replace") if path.is_file() else ""
     pairs = [line.partition("  ") for line in text.splitlines()]
     sealed = {name: digest for digest, _, name in pairs}
     found = _digests(folder, metadata)
-    return sorted(name for name in {*sealed, *found} if sealed.get(name) != found.get(name))
+    for name in sorted({*sealed, *found}):
+        if sealed.get(name) != found.get(name):
+            raise CheckpointError(f"{folder}: changed since it was converted: {name}")
 
 
 def _digests(folder: pathlib.Path, metadata: Metadata) -> dict[str, str]:

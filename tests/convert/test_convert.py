@@ -73,11 +73,7 @@ def test_a_weight_and_its_scales_may_lie_in_different_files(tmp_path, done):
     assert_same_files(source, tmp_path / "out")
 
 
-@hypothesis.settings(
-    max_examples=6,
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
+@hypothesis.settings(max_examples=6, deadline=None)
 @hypothesis.given(num_shards=st.integers(1, 5), seed=st.integers(0, 2**32 - 1))
 def test_any_split_and_order_gives_the_same_tree_and_comes_back(num_shards, seed, tmp_path_factory):
     model = fixtures.v3(quantized=True, **TINY)

@@ -143,6 +143,15 @@ def test_killed_at_a_random_moment(tmp_path, done):
     assert_finished(tmp_path, done)
 
 
+def test_a_file_system_without_links_will_do(source, tmp_path, monkeypatch, done):
+    def link(*_):
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(os, "link", link)
+    done("convert", source, tmp_path / "dst")
+    assert_finished(tmp_path, done)
+
+
 def test_two_processes_do_not_write_one_destination(source, tmp_path, monkeypatch, refused, done):
     with monkeypatch.context() as patches, contextlib.suppress(Killed):
         kill_in(patches, ocp.partial, "save_async", call=2)

@@ -94,11 +94,17 @@ def test_a_bit_flipped_anywhere_is_found_or_harmless(folder, converted, command)
     assert command("verify", folder / "dst").code == 0
 
 
-@pytest.mark.parametrize("name", ["hf/tokenizer.json", "source/index.json", "source/record.json"])
+KEPT = ("hf/tokenizer.json", "source/index.json", "source/record.json")
+HEADER = "source/headers/model-00001-of-00002.safetensors.header"
+
+
+@pytest.mark.parametrize("name", [*KEPT, HEADER])
 def test_a_changed_or_missing_file_is_named(name, folder, refused):
     path = folder / "dst" / name
     flip(path, -1)
     assert name in refused("verify", folder / "dst")
+    assert name in refused("export", folder / "dst", folder / "out")
+    assert not (folder / "out").exists()
     path.unlink()
     assert refused("verify", folder / "dst")
 
