@@ -40,8 +40,8 @@ def test_ids_outside_the_vocabulary_of_logits(call, token):
 @pytest.mark.parametrize(
     "prompts, message",
     [
-        ([], "0 rows"),
-        ([[]], "at least one row of one token"),
+        ([], "at least one is needed"),
+        ([[]], "row 0 is empty"),
         ([[1, 2], []], "row 1 is empty"),
         ([[1, 2], [3] * 512], "row 1 has 512 tokens"),
         (np.zeros((2, 3)), "float64"),
