@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from convert.plan import Plan
-from convert.safetensors_file import TensorInfo, parse_header
+from convert.safetensors_file import TensorInfo, as_bytes, parse_header
 from convert.source import Source
 from jaxspec.checkpoint import HF_FILES, Metadata
 from jaxspec.errors import CheckpointError
@@ -181,7 +181,7 @@ class Checksums:
 
 def checksum(array: np.ndarray) -> int:
     """CRC-32 of the array's bytes."""
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return zlib.crc32(as_bytes(array))
 
 
 def seal(folder: pathlib.Path, metadata: Metadata) -> None:

@@ -149,6 +149,16 @@ def create(path: pathlib.Path, header: bytes, num_bytes: int) -> MappedTensors:
         return MappedTensors(mmap.mmap(file.fileno(), num_bytes), tensors)
 
 
+def same_bits(first: np.ndarray, second: np.ndarray) -> bool:
+    """Whether two arrays of one type hold the same bytes; NaN equals itself, and 0 is not -0."""
+    return np.array_equal(as_bytes(first), as_bytes(second))
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    """The array's bytes, uint8 `[num_bytes]`."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
 def parse_header(header: bytes, path: pathlib.Path, file_size: int) -> dict[str, TensorInfo]:
     """Reads and checks a header: known types, sizes that fit, tensors back to back up to the end.
 

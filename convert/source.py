@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from convert.safetensors_file import SafetensorsFile, TensorInfo
+from convert.safetensors_file import SafetensorsFile, TensorInfo, same_bits
 from jaxspec.checkpoint import parse_json
 from jaxspec.config import ModelConfig, read_config
 from jaxspec.errors import CheckpointError
@@ -60,7 +60,7 @@ class Source:
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
         slabs = zip(self.file(first).slabs(first), self.file(second).slabs(second), strict=True)
-        return all(x.tobytes() == y.tobytes() for (_, x), (_, y) in slabs)
+        return all(same_bits(x, y) for (_, x), (_, y) in slabs)
 
     def side_files(self) -> Iterator[pathlib.PurePath]:
         """Relative paths of everything that is not weights: configs, tokenizer, code, notes."""

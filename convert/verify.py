@@ -11,6 +11,7 @@ from convert.converter import read_group
 from convert.orbax_in import Checkpoint
 from convert.plan import Plan
 from convert.progress import progress
+from convert.safetensors_file import same_bits
 from convert.source import Source, open_source
 from jaxspec.errors import CheckpointError
 
@@ -39,7 +40,7 @@ def verify(source_name: str, path: pathlib.Path) -> str:
         for group in plan.groups:
             wanted = read_group(source, plan, group)
             stored = checkpoint.load(wanted)
-            differing += [name for name in wanted if not _same_bits(stored[name], wanted[name])]
+            differing += [name for name in wanted if not same_bits(stored[name], wanted[name])]
             advance(plan.group_bytes(group))
     _raise_if_any(differing, f"{path}: differs from {source_name}")
     return f"{path}: all {len(checkpoint.leaves)} arrays equal {source_name}, bit for bit"
@@ -106,15 +107,6 @@ def _differing_skipped(path: pathlib.Path, source: Source, plan: Plan) -> list[s
         for name in plan.skipped
         if source.file(name).read(name).tobytes() != record.skipped_bytes(path, recorded, name)
     ]
-
-
-def _same_bits(first: np.ndarray, second: np.ndarray) -> bool:
-    """Whether two arrays of one type hold the same bytes; NaN equals itself, and 0 is not -0."""
-    return np.array_equal(_bytes(first), _bytes(second))
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _raise_if_any(names: list[str], text: str) -> None:

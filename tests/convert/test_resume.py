@@ -16,6 +16,8 @@ import pytest
 
 from convert import cli, plan, record
 from convert.orbax_out import Session
+from jaxspec import checkpoint
+from jaxspec.errors import CheckpointError
 from tests import fixtures
 from tests.convert.trees import TINY, assert_same, expected, stored
 
@@ -90,6 +92,11 @@ def test_killed_at_any_step_and_resumed(
         kill_in(patches, owner, name, call=call, before=before)
         cli.main(["convert", str(source), str(destination)])
         pytest.fail("the run was not killed")
+    if name != "discard":
+        with pytest.raises(CheckpointError):
+            checkpoint.read(destination)
+    with pytest.raises(CheckpointError):
+        checkpoint.read(tmp_path / "dst.partial_save")
     done("convert", source, destination, "--resume")
     assert_finished(tmp_path, done)
 
