@@ -27,7 +27,7 @@ def load(model: fixtures.HFModel, name: str) -> jaxspec.SpeculativeModel:
 
 
 def test_draft_takes_the_next_token_from_the_first_round_on():
-    """D21: 3 tokens are the prefill's and one round's, whose input joins the fresh token."""
+    """D21: 4 tokens are the prefill's and one round's, whose input joins the fresh token."""
     model = models.load("perm", draft="perfect", **SIZE)
     result = texts.generate(model, [PROMPT], 4, num_draft_tokens=2)
     assert int(result.stats.target_steps[0]) == 1
