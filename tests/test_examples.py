@@ -35,7 +35,8 @@ def test_generate(demo_checkpoint):
 def test_nested_jit(demo_checkpoint):
     out = run("examples/nested_jit.py", demo_checkpoint)
     scores = [float(score) for score in re.findall(r"mean log-probability (\S+):", out)]
-    assert len(scores) == 2 and all(np.log(1 / 512) < score < 0 for score in scores)
+    # The model is certain of its text, so any other than its own would score far below.
+    assert len(scores) == 2 and all(-0.1 < score <= 0 for score in scores)
 
 
 def test_gradient(demo_checkpoint):
