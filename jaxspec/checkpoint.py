@@ -150,7 +150,7 @@ def parse_json(path: pathlib.Path) -> dict[str, Any] | None:
         return None
     try:
         values = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {first_line(error)}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: not a JSON object")

@@ -73,7 +73,8 @@ def load(
     specs = parameter_specs(config, kind)
     leaves = {name: leaf for name, leaf in leaves.items() if kind or not name.startswith("draft/")}
     check_parameters(specs, leaves, config.weight_block_size, path)
-    owned = tuple(name for name, spec in specs.items() if spec.optional and name in leaves)
+    stored = {_parameter(name) for name in leaves}
+    owned = tuple(name for name, spec in specs.items() if spec.optional and name in stored)
     for name, spec in specs.items():
         sizes = {axis: size for axis, size in zip(spec.axes, spec.shape, strict=True) if axis}
         check_divides(name, sizes, execution.mesh)
@@ -83,7 +84,7 @@ def load(
     _check_memory(leaves, shardings, path)
     tree = _read_arrays(path, leaves, shardings)
     model = abstract_model(config, execution, kind, owned, zero_first_embedding)
-    model.provenance = Provenance(metadata, path)
+    model.provenance = Provenance(metadata, path, (path / checkpoint.HF_FILES).is_dir())
     return _fill(model, tree, config.weight_block_size)
 
 
@@ -102,6 +103,11 @@ def save(path: str | pathlib.Path, model: SpeculativeModel) -> None:
         raise CheckpointError(f"{path}: exists already; remove it or choose another name")
     if model.provenance is None:
         raise CheckpointError(f"{path}: only a model that was loaded can be saved")
+    hf_files = model.provenance.path / checkpoint.HF_FILES
+    if model.provenance.has_hf_files and not hf_files.is_dir():
+        raise CheckpointError(
+            f"{hf_files}: gone since the model was loaded; the copy needs its files"
+        )
     _check_shared(path)
     described = dataclasses.replace(model.provenance.metadata, draft=model.draft_kind)
     metadata: dict[str, Any] = {checkpoint.METADATA_KEY: described.to_json()}
@@ -109,13 +115,15 @@ def save(path: str | pathlib.Path, model: SpeculativeModel) -> None:
     try:
         ocp.save(str(staging), _to_tree(model), custom_metadata=metadata, overwrite=True)
         if jax.process_index() == 0:
-            hf_files = model.provenance.path / checkpoint.HF_FILES
-            if hf_files.is_dir():
+            if model.provenance.has_hf_files:
                 shutil.copytree(hf_files, staging / checkpoint.HF_FILES)
             staging.rename(path)
         failure = None
-    except OSError as error:
+    except (OSError, ValueError) as error:  # TensorStore says so of a full disk.
         failure = error
+    if failure is not None and jax.process_index() == 0:
+        for leftover in path.parent.glob(f"{staging.name}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
     if not _all_hosts(failure is None):
         reason = checkpoint.first_line(failure) if failure else "another host failed"
         raise CheckpointError(f"{path}: cannot be written: {reason}") from failure
@@ -277,14 +285,16 @@ def _fill(
     model: SpeculativeModel, arrays: dict[str, jax.Array], block_shape: tuple[int, int]
 ) -> SpeculativeModel:
     """Puts the arrays into the model's variables, a quantized pair as one `QuantizedTensor`."""
+    arrays = dict(arrays)
     for keys, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         path = "/".join(map(str, keys))
         if path in arrays:
-            variable.set_value(arrays[path])
+            variable.set_value(arrays.pop(path))
         else:
-            values, scales = arrays[f"{path}/values"], arrays[f"{path}/scales"]
+            values, scales = arrays.pop(f"{path}/values"), arrays.pop(f"{path}/scales")
             block = FP4_BLOCK_SHAPE if values.dtype == np.uint8 else block_shape
             variable.set_value(QuantizedTensor(values, scales, block))
+    assert not arrays, f"read, but not used: {sorted(arrays)}"
     return model
 
 
@@ -310,11 +320,12 @@ def _all_hosts(condition: bool) -> bool:
 
 def _check_shared(path: pathlib.Path) -> None:
     """Refuses a destination whose parent is not one folder for all hosts."""
+    if not _all_hosts(path.parent.is_dir()):
+        raise CheckpointError(f"{path}: its parent is not a folder that all hosts have")
     if jax.process_count() == 1:
         return
     marker = path.with_name(f".{path.name}.shared")
     if jax.process_index() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
         marker.touch()
     multihost_utils.sync_global_devices("jaxspec.save: marker written")
     is_shared = _all_hosts(marker.exists())

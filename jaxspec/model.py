@@ -29,6 +29,7 @@ class Provenance:
 
     metadata: Metadata = dataclasses.field(compare=False)
     path: pathlib.Path = dataclasses.field(compare=False)
+    has_hf_files: bool = dataclasses.field(compare=False)
 
 
 class SpeculativeModel(nnx.Module):

@@ -1,12 +1,12 @@
 """Text to token ids and back, by the checkpoint's own `tokenizer.json`."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from jaxspec.errors import CheckpointError, JaxspecError
+from jaxspec.checkpoint import parse_json
+from jaxspec.errors import CheckpointError, JaxspecError, RequestError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -47,7 +47,15 @@ class Tokenizer:
         return cls(inner, _bos_token_id(inner, file.with_name("tokenizer_config.json")))
 
     def encode(self, text: str) -> list[int]:
-        ids = self.inner.encode(text).ids
+        """The ids of a text.
+
+        Raises:
+            RequestError: it is not valid Unicode.
+        """
+        try:
+            ids = self.inner.encode(text).ids
+        except TypeError:
+            raise RequestError(f"prompt {text!r:.60}: not valid Unicode") from None
         if self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids = [self.bos_token_id, *ids]
         return ids
@@ -58,7 +66,7 @@ class Tokenizer:
 
 
 def _bos_token_id(inner: "tokenizers.Tokenizer", file: Path) -> int | None:
-    config: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    config = parse_json(file) or {}
     if not config.get("add_bos_token"):
         return None
     bos = config.get("bos_token")

@@ -150,6 +150,8 @@ def test_generation_config_comes_first():
     config = DeepseekV3Config.from_hf(V3, {"eos_token_id": [3, 1], "pad_token_id": 7})
     assert (config.eos_token_ids, config.pad_token_id) == ((3, 1), 7)
     assert DeepseekV3Config.from_hf(V3, {"temperature": 0.6}).eos_token_ids == (1,)
+    nulls = DeepseekV3Config.from_hf(V3, {"eos_token_id": None, "pad_token_id": None})
+    assert (nulls.eos_token_ids, nulls.pad_token_id) == ((1,), 1)
     none = DeepseekV3Config.from_hf(changed(eos_token_id=None))
     assert (none.eos_token_ids, none.pad_token_id) == ((), 0)
 
@@ -184,6 +186,18 @@ def test_an_nvfp4_config_runs_its_draft_in_bf16():
         ({"num_key_value_heads": 8}, "num_key_value_heads"),
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers=2"),
         ({"rope_scaling__type": "linear"}, "rope_scaling.type='linear'"),
+        ({"rope_scaling__type": ...}, "rope_scaling.type=missing"),
+        ({"rope_scaling__rope_type": "linear"}, "rope_scaling.type='linear' and 'yarn'"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn'"),
+        ({"rope_scaling__factor": 0}, "rope_scaling.factor=0"),
+        ({"rope_scaling__original_max_position_embeddings": 32.5}, "=32.5"),
+        ({"rope_theta": 1}, "rope_theta=1"),
+        ({"quantization_config": "fp8"}, "quantization_config='fp8'"),
+        ({"num_mtp_layers": 2}, "num_nextn_predict_layers=1"),
+        ({"model_type": []}, "model_type=[]"),
+        ({"architectures": "DeepseekV3ForCausalLM"}, "architectures="),
+        ({"eos_token_id": True}, "eos_token_id=True"),
+        ({"pad_token_id": "x"}, "pad_token_id='x'"),
         ({"rope_scaling__factor": ...}, "rope_scaling lacks factor"),
         ({"rope_scaling__attention_factor": 1.5}, "rope_scaling.attention_factor"),
         ({"quantization_config__quant_method": "gptq"}, "quantization_config.quant_method='gptq'"),

@@ -153,7 +153,7 @@ def test_checkpoints_of_others_and_of_the_future_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        ({"draft": "mtp"}, jaxspec.RequestError, "draft='mtp'"),
+        ({"draft": "eagle"}, jaxspec.RequestError, "draft='eagle'"),
         ({"dtype": "int8"}, jaxspec.RequestError, "dtype=int8"),
         ({"kernels": "mosaic_gpu"}, NotImplementedError, "mosaic_gpu"),
     ],

@@ -37,15 +37,15 @@ def read_config(hf: Mapping[str, Any], generation: Mapping[str, Any] | None = No
             be honoured; names the key.
     """
     model_type = hf.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
             f"config.json: model_type={model_type!r} is not supported; "
             f"one of {', '.join(FAMILIES)} is"
         )
     family, architecture = FAMILIES[model_type]
     architectures = hf.get("architectures") or [architecture]
-    if architecture not in architectures:
+    if not isinstance(architectures, list) or architecture not in architectures:
         raise ConfigError(
-            f"config.json: architectures={list(architectures)} is not supported; {architecture} is"
+            f"config.json: architectures={architectures!r} is not supported; {architecture} is"
         )
     return family.from_hf(hf, generation)

@@ -139,18 +139,33 @@ def read_number(values: Mapping[str, Any], key: str, default: float | None = Non
     return float(value)
 
 
+def read_object(hf: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A nested object; empty where the key is absent or null."""
+    value = hf.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"config.json: {key}={value!r:.60}; an object is needed")
+    return value
+
+
 def read_rope(hf: Mapping[str, Any]) -> tuple[float, Yarn | None]:
     """The rotary base and its YaRN, from `rope_scaling` or transformers 5's `rope_parameters`."""
-    newer = hf.get("rope_parameters") or {}
-    scaling = hf.get("rope_scaling") or newer
+    newer = read_object(hf, "rope_parameters")
+    scaling = read_object(hf, "rope_scaling") or newer
     theta = read_number(
         {"rope_theta": newer.get("rope_theta", hf.get("rope_theta", 10000.0))}, "rope_theta"
     )
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
+    if theta <= 1:
+        raise ConfigError(f"config.json: rope_theta={theta}; more than 1 is needed")
+    kinds = {scaling[key] for key in ("rope_type", "type") if scaling.get(key) is not None}
+    if not kinds and scaling.keys() <= {"rope_theta"} or kinds == {"default"}:
         return theta, None
-    if kind != "yarn":
-        raise ConfigError(f"config.json: rope_scaling.type={kind!r} is not supported; 'yarn' is")
+    if kinds != {"yarn"}:
+        named = " and ".join(map(repr, sorted(map(str, kinds)))) or "missing"
+        raise ConfigError(f"config.json: rope_scaling.type={named} is not supported; 'yarn' is")
+    return theta, _yarn(scaling)
+
+
+def _yarn(scaling: Mapping[str, Any]) -> Yarn:
     names = [field.name for field in dataclasses.fields(Yarn)]
     for key, value in scaling.items():
         if key not in (*names, "type", "rope_type", "rope_theta") and value is not None:
@@ -160,14 +175,17 @@ def read_rope(hf: Mapping[str, Any]) -> tuple[float, Yarn | None]:
         raise ConfigError(
             "config.json: rope_scaling lacks factor or original_max_position_embeddings"
         )
-    original = int(values.pop("original_max_position_embeddings"))
-    return theta, Yarn(original_max_position_embeddings=original, **values)
+    for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+        if values.get(name, 1) <= 0:
+            raise ConfigError(f"config.json: rope_scaling.{name}=0; more than 0 is needed")
+    original = read_integer(scaling, "original_max_position_embeddings")
+    return Yarn(**{**values, "original_max_position_embeddings": original})
 
 
 def read_quantization(hf: Mapping[str, Any]) -> Quantization | None:
     """`quantization_config`, or None where the config is silent."""
-    values = hf.get("quantization_config")
-    if values is None:
+    values = read_object(hf, "quantization_config")
+    if not values:
         return None
     if (
         "NVFP4" in str(values.get("quant_algo", "")).upper()
@@ -187,7 +205,8 @@ def read_quantization(hf: Mapping[str, Any]) -> Quantization | None:
                 f"{allowed[0]!r} is"
             )
     block = values.get("weight_block_size") or (128, 128)
-    if len(block) != 2 or not all(isinstance(size, int) and size > 0 for size in block):
+    is_pair = isinstance(block, list | tuple) and len(block) == 2
+    if not is_pair or not all(isinstance(size, int) and size > 0 for size in block):
         raise ConfigError(
             f"config.json: quantization_config.weight_block_size={block!r}; two sizes are needed"
         )
@@ -212,12 +231,15 @@ def read_special_tokens(
     hf: Mapping[str, Any], generation: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], int]:
     """End tokens, `generation_config.json`'s first; and the pad token."""
-    eos = generation.get("eos_token_id", hf.get("eos_token_id"))
+    eos, pad = (
+        next((file[key] for file in (generation, hf) if file.get(key) is not None), None)
+        for key in ("eos_token_id", "pad_token_id")
+    )
     ids = tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,)
-    if not all(isinstance(token, int) for token in ids):
-        raise ConfigError(f"config.json: eos_token_id={eos!r}; token ids are needed")
-    pad = generation.get("pad_token_id", hf.get("pad_token_id"))
-    return ids, pad if isinstance(pad, int) else (*ids, 0)[0]
+    for name, value in (*(("eos_token_id", token) for token in ids), ("pad_token_id", pad)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ConfigError(f"config.json: {name}={value!r}; token ids are needed")
+    return ids, (*ids, 0)[0] if pad is None else pad
 
 
 def unknown_keys(hf: Mapping[str, Any], known: frozenset[str]) -> tuple[str, ...]:

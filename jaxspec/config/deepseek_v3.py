@@ -193,8 +193,9 @@ class DeepseekV3Config(ModelConfig):
 
 def _num_nextn_layers(hf: Mapping[str, Any]) -> int:
     # transformers 5 writes num_mtp_layers.
-    count = hf.get("num_nextn_predict_layers", hf.get("num_mtp_layers")) or 0
-    if count not in (0, 1):
+    counts = [hf[key] for key in ("num_nextn_predict_layers", "num_mtp_layers") if hf.get(key)]
+    count = counts[0] if counts else 0
+    if count not in (0, 1) or any(other != count for other in counts):
         raise ConfigError(
             f"config.json: num_nextn_predict_layers={count!r}; only 0 or 1 NextN layer is supported"
         )

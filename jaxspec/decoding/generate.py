@@ -138,11 +138,22 @@ def stream(
 def _stream(model: SpeculativeModel, request: Request) -> Iterator[Chunk]:
     static = {"num_draft_tokens": request.num_draft_tokens, "sampling": request.sampling}
     state, chunk = start(model, *request.arrays, options=request.options, **static)
+    # Taking a deep model apart costs the host more than a step costs the device: once will do.
+    leaves, structure = jax.tree.flatten(model)
     while True:
         yield jax.tree.map(lambda x: x[: request.num_rows], chunk)
         if bool(chunk.finished.all()):
             return
-        state, chunk = step(model, state, request.eos_token_ids, **static)
+        state, chunk = _step(leaves, state, request.eos_token_ids, structure=structure, **static)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("structure", "num_draft_tokens", "sampling"), donate_argnums=1
+)
+def _step(leaves, state, eos, *, structure, num_draft_tokens, sampling):
+    """`step` of a model that is taken apart."""
+    model = jax.tree.unflatten(structure, leaves)
+    return step(model, state, eos, num_draft_tokens=num_draft_tokens, sampling=sampling)
 
 
 def _check_choices(draft_sampling: str, verification: str) -> None:

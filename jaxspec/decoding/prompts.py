@@ -137,7 +137,7 @@ def whole_number(name: str, value: Any, smallest: int = 0) -> int:
     return number
 
 
-def end_tokens(eos_token_ids: Any, config: ModelConfig) -> tuple[int, ...]:
+def end_tokens(eos_token_ids: Any, config: ModelConfig) -> Any:
     """The ids that end a row; None is the config's.
 
     Raises:
@@ -145,6 +145,11 @@ def end_tokens(eos_token_ids: Any, config: ModelConfig) -> tuple[int, ...]:
     """
     if eos_token_ids is None:
         return config.eos_token_ids
+    if isinstance(eos_token_ids, np.ndarray | jax.Array):
+        _check_array("eos_token_ids", eos_token_ids, 1)
+        if isinstance(eos_token_ids, Tracer):
+            return eos_token_ids
+        eos_token_ids = np.asarray(eos_token_ids).tolist()
     if not isinstance(eos_token_ids, Sequence | set | frozenset) or isinstance(eos_token_ids, str):
         raise RequestError(f"eos_token_ids={eos_token_ids!r}; a sequence of token ids is needed")
     ids = tuple(whole_number("eos_token_ids: id", token) for token in eos_token_ids)

@@ -20,7 +20,7 @@ class SpeculationStats:
     Attributes:
         target_steps: int32 `[b]`; verification passes of the target in which the row took part.
         proposed: int32 `[b]`; drafted tokens that could still be committed: not those past the
-            row's budget, nor those behind an end token that was committed.
+            row's budget, nor those behind an accepted end token.
         accepted: int32 `[b]`; drafted tokens that were committed.
         accepted_at: int32 `[b, g]`; the same, by place in the draft.
         verified: int32 `[b]`; tokens committed by verification passes.
