@@ -114,6 +114,17 @@ def test_a_draft_with_an_embedding_and_head_of_its_own_uses_them_alone():
     assert text == [source.continuation(PROMPT[-1], 8)]
 
 
+def test_a_head_of_the_drafts_own_is_used_when_it_is_stored_in_fp8():
+    """The head answers another token than the target's: used, nothing is accepted."""
+    source = models.perm(draft="perfect", **SIZE).copy()
+    name = source.draft_prefix + "shared_head.head.weight"
+    wrong = np.roll(np.float32(source.tensors[name]), 1, axis=0)
+    values, scales = fixtures.quantize_fp8(wrong, (128, 128))
+    source.tensors[name], source.tensors[f"{name}_scale_inv"] = values, scales
+    accepted, proposed = acceptance(load(source, "own fp8 head"))
+    assert (accepted, proposed > 5) == (0, True)
+
+
 def test_a_checkpoint_without_its_draft_layer_decodes_plainly():
     """D13: the config announces a draft that the files do not hold."""
     source = models.perm(draft="perfect", **SIZE).copy()
