@@ -1,6 +1,7 @@
 """Saving and loading: every byte on any mesh, and what is no checkpoint of ours is refused."""
 
 import dataclasses
+import json
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from flax import nnx
 
 import jaxspec
 from jaxspec import checkpoint, loading
-from tests import models
+from tests import fixtures, models
 
 MODEL: dict[str, Any] = {"num_hidden_layers": 2, "quantized": True}
 
@@ -148,6 +149,17 @@ def test_checkpoints_of_others_and_of_the_future_are_refused(tmp_path):
     ocp.save(tmp_path / "newer", arrays, custom_metadata=newer)
     with pytest.raises(jaxspec.CheckpointError, match="99 is newer than 1"):
         jaxspec.load(tmp_path / "newer")
+
+
+def test_folders_that_are_no_checkpoint_are_refused(tmp_path):
+    with pytest.raises(jaxspec.CheckpointError, match="no such folder"):
+        jaxspec.load(tmp_path / "nowhere")
+    with pytest.raises(jaxspec.CheckpointError, match="not a finished jaxspec checkpoint"):
+        jaxspec.load(tmp_path)
+    hf = fixtures.v3(**MODEL).write(tmp_path / "hf")
+    with pytest.raises(jaxspec.CheckpointError, match="jaxspec-convert convert"):
+        jaxspec.load(hf)
+    assert json.loads((hf / "config.json").read_text())["model_type"] == "deepseek_v3"
 
 
 @pytest.mark.parametrize(

@@ -107,3 +107,13 @@ def test_random_weights_at_every_layer():
     prompts, reference = texts.prompts([5, 17, 1]), Reference(models.source("v3"))
     result = texts.generate(models.load("v3"), prompts, NEW, num_draft_tokens=2)
     assert texts.rows(result) == [reference.greedy(prompt, NEW) for prompt in prompts]
+
+
+def test_a_quantized_checkpoint_as_it_is_loaded_by_default():
+    """FP8 weights, quantized activations, bfloat16: the permutation has no near ties."""
+    options = {"draft": "perfect", "quantized": True, **SIZE}
+    source, prompts = models.perm(**options), texts.prompts([5, 1, 17])
+    model = jaxspec.load(models.checkpoint("perm", **options))
+    result = texts.generate(model, prompts, NEW)
+    assert texts.rows(result) == [source.continuation(prompt[-1], NEW) for prompt in prompts]
+    assert result.stats.accepted.tolist() == result.stats.proposed.tolist() == [12, 12, 12]

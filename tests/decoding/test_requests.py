@@ -77,6 +77,12 @@ def test_options_without_sense(options, message):
             call(load(), [[1, 2]], **options)
 
 
+@pytest.mark.parametrize("token", [-1, 96])
+def test_end_tokens_outside_the_vocabulary(token):
+    with pytest.raises(jaxspec.RequestError, match=str(token)):
+        jaxspec.generate(load(), [[1, 2]], max_new_tokens=4, eos_token_ids=(token,))
+
+
 def test_sampling_is_not_here_yet():
     with pytest.raises(NotImplementedError, match="temperature=0.5"):
         jaxspec.Sampling(temperature=0.5)
