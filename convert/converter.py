@@ -63,7 +63,7 @@ def convert(
         session.finalize()
     except Exception as error:
         if started_here:
-            session.discard()
+            session.abandon()
         if isinstance(error, JaxspecError) or not isinstance(error, OSError | ValueError):
             raise
         raise CheckpointError(f"{destination}: cannot be written: {_reason(error)}") from error

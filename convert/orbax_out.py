@@ -11,6 +11,7 @@ import fcntl
 import os
 import pathlib
 import shutil
+import time
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,7 @@ from jaxspec.errors import CheckpointError
 StorageOptions = ocp.options.ArrayOptions.Saving.StorageOptions
 
 SAVED = "saved"
+SETTLING_CHECKS = 15
 CHUNK_BYTES = 64 << 20  # so that a sharded load reads little more than its share
 
 
@@ -107,6 +109,12 @@ class Session:
             ocp.partial.finalize(str(staging))
         staging.rename(self._destination)
         self.discard()
+
+    def abandon(self) -> None:
+        """Removes all after a failure; other writes under way make folders anew for a while."""
+        for _ in range(SETTLING_CHECKS):
+            self.discard()
+            time.sleep(0.1)
 
     def discard(self) -> None:
         """Removes everything but the destination itself, when nothing is written any more."""
