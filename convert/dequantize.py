@@ -1,4 +1,4 @@
-"""FP8 and FP4 to BF16, some rows at a time: the product of a whole stack takes four times its size."""
+"""FP8 and FP4 to BF16, some rows at a time: the product of a whole stack is many times its size."""
 
 import ml_dtypes
 import numpy as np

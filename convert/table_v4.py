@@ -2,7 +2,8 @@
 
 The official names have no prefix, and drafts are `mtp.K`. Other tools write the same names under
 `model.`, where draft K is the layer K behind the target's last. transformers 5 has names of its
-own, and keeps the experts of a layer in two tensors.
+own, keeps the experts of a layer in two tensors, and when it saves it turns most names back into
+the official ones but not all, so any mixture is read.
 """
 
 import re
@@ -112,6 +113,7 @@ TRANSFORMERS_BLOCK = (
             ("o_b_proj", "wo_b"),
         )
     ),
+    copy("attn.norm.weight", "attn/kv_norm/weight"),  # what it makes of kv_norm when it saves
     copy("self_attn.sinks", "attn/attn_sink"),
     *(rule.under("self_attn.compressor.", "attn/compressor/") for rule in TRANSFORMERS_COMPRESSOR),
     copy("self_attn.compressor.indexer.q_b_proj.weight", "attn/indexer/wq_b/weight"),
@@ -135,9 +137,8 @@ TRANSFORMERS_BLOCK = (
     ),
 )
 TRANSFORMERS_OUTER = (
-    copy("model.embed_tokens.weight", "embed/weight"),
-    *(copy(f"model.hc_head.hc_{part}", f"hc_head/{part}") for part in ("fn", "base", "scale")),
-    copy("lm_head.weight", "head/weight"),
+    copy("embed_tokens.weight", "embed/weight"),
+    *(copy(f"hc_head.hc_{part}", f"hc_head/{part}") for part in ("fn", "base", "scale")),
 )
 
 
@@ -178,13 +179,12 @@ def has_dspark(tensors: Iterable[str]) -> bool:
 
 
 def _target_rules() -> Iterator[Rule]:
-    for prefix in ("", "model."):
-        yield from (rule.under(prefix, "target/") for rule in OUTER)
-        for rule in BLOCK:
-            yield rule.under(f"{prefix}layers.{{layer}}.", "target/layers/{layer}/")
-    yield from (rule.under("", "target/") for rule in TRANSFORMERS_OUTER)
-    for rule in TRANSFORMERS_BLOCK:
-        yield rule.under("model.layers.{layer}.", "target/layers/{layer}/")
+    for outer, block in ((OUTER, BLOCK), (TRANSFORMERS_OUTER, TRANSFORMERS_BLOCK)):
+        for prefix in ("", "model."):
+            yield from (rule.under(prefix, "target/") for rule in outer)
+            for rule in block:
+                yield rule.under(f"{prefix}layers.{{layer}}.", "target/layers/{layer}/")
+    yield copy("lm_head.weight", "target/head/weight")
 
 
 def _draft_rules(num_layers: int, num_stages: int) -> Iterator[Rule]:
