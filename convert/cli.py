@@ -54,11 +54,11 @@ def _add_convert(commands: Any) -> None:
         "--weights",
         choices=("keep", "bf16"),
         default="keep",
-        help="keep FP8 as it is (default), or dequantize it to BF16",
+        help="keep FP8 and FP4 as they are (default), or dequantize them to BF16",
     )
     add.add_argument(
         "--draft",
-        choices=("auto", "none", "nextn"),
+        choices=("auto", "none", "nextn", "mtp"),
         default="auto",
         help="the draft to take along; default: the one that the config announces",
     )

@@ -10,6 +10,7 @@ import numpy as np
 
 from convert import plan as planning
 from convert import record
+from convert.expert_ids import check_expert_ids
 from convert.orbax_out import Session
 from convert.plan import DraftOption, Leaf, Parameter, Plan, Weights
 from convert.progress import progress
@@ -47,8 +48,9 @@ def convert(
     if destination.absolute().is_relative_to(source.folder.absolute()):
         raise CheckpointError(f"{destination}: lies inside the source; choose another place")
     config = source.model_config()
-    kind = planning.choose_draft(draft, config)
+    kind = planning.choose_draft(draft, config, source.tensors)
     plan = planning.make(source.tensors, config, kind, weights, source.have_equal_bytes)
+    check_expert_ids(source, plan, config)
     metadata = Metadata(config.family, kind, weights, source.config, source.generation_config)
     session = Session(destination, metadata)
     if destination.exists():
@@ -147,7 +149,7 @@ def _read_leaf(source: Source, leaf: Leaf) -> np.ndarray:
     for part in leaf.parts:
         target = part.of_parameter(array)
         for where, slab in source.file(part.tensor).slabs(part.tensor):
-            target[where] = part.of_tensor(slab)
+            target[where] = part.of_tensor(slab)  # I8 keeps its bits in uint8, I64 fits in int32
     return array
 
 

@@ -1,4 +1,4 @@
-"""FP8 to BF16, some rows at a time: the product of a whole stack takes four times its size."""
+"""FP8 and FP4 to BF16, some rows at a time: the product of a whole stack is many times its size."""
 
 import ml_dtypes
 import numpy as np
@@ -17,8 +17,8 @@ def to_bf16(w: QuantizedTensor) -> np.ndarray:
     Returns:
         bfloat16, of the same shape.
     """
-    result = np.empty(w.values.shape, ml_dtypes.bfloat16)
-    *lead, num_rows, num_columns = w.values.shape
+    result = np.empty(w.shape, ml_dtypes.bfloat16)
+    *lead, num_rows, num_columns = w.shape
     block_rows = w.block_shape[0]
     step = max(1, VALUES_AT_A_TIME // (block_rows * num_columns)) * block_rows
     for index in np.ndindex(*lead):

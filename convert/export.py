@@ -8,7 +8,6 @@ import numpy as np
 
 from convert import plan as planning
 from convert import record
-from convert.matching import SCALE_SUFFIX
 from convert.orbax_in import Checkpoint
 from convert.orbax_out import beside
 from convert.plan import Leaf, Plan
@@ -83,8 +82,11 @@ def _plan(checkpoint: Checkpoint, recorded: Record, tensors: Mapping[str, Tensor
     metadata = checkpoint.metadata
     config = read_config(metadata.hf_config, metadata.generation_config)
 
+    table = planning.table(config, tensors)
+    of_copies = {scale for name in recorded.copies for scale in table.scale_names(name)}
+
     def was_equal(name: str, _: str) -> bool:
-        return name.removesuffix(SCALE_SUFFIX) in recorded.copies
+        return name in of_copies or name in recorded.copies
 
     draft = planning.recorded_draft(metadata)
     return planning.make(tensors, config, draft, metadata.weights, was_equal)

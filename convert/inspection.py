@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 import pathlib
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from convert import plan as planning
 from convert.orbax_in import Checkpoint
 from convert.source import open_source
+from jaxspec.model import announced_draft
 
 # Orbax's own test for a checkpoint takes a folder of safetensors files, or an empty one, for one.
 INDICATOR = "orbax.checkpoint"
@@ -22,6 +24,7 @@ class Report:
 
     Attributes:
         drafts: the kinds that are there, complete.
+        stages: draft layers of which there is any tensor.
         tensors, bytes: how many there are of the weights.
         dtypes: number of tensors by stored type.
         missing, unknown, wrong: tensors at fault; all empty where the source can be converted.
@@ -32,6 +35,7 @@ class Report:
 
     family: str
     drafts: tuple[str, ...]
+    stages: int
     tensors: int
     bytes: int
     dtypes: dict[str, int]
@@ -60,7 +64,8 @@ def inspect(name: str, *, as_json: bool) -> str:
 def _source_report(name: str) -> Report:
     source = open_source(name)
     config = source.model_config()
-    draft = planning.choose_draft("auto", config)
+    is_dspark = planning.has_dspark(config, source.tensors)
+    draft = None if is_dspark else announced_draft(config)
     matching = planning.match(source.tensors, config, draft)
     at_fault: dict[str, list[str]] = {"missing": [], "unknown": [], "wrong": []}
     for fault in matching.faults:
@@ -68,7 +73,8 @@ def _source_report(name: str) -> Report:
     lacks_draft = any(fault.parameter.startswith("draft/") for fault in matching.faults)
     return Report(
         family=config.family,
-        drafts=(draft,) if draft and not lacks_draft else (),
+        drafts=("dspark",) if is_dspark else (draft,) if draft and not lacks_draft else (),
+        stages=planning.count_stages(config, source.tensors),
         tensors=len(source.tensors),
         bytes=sum(info.num_bytes for info in source.tensors.values()),
         dtypes=_count(info.dtype for info in source.tensors.values()),
@@ -85,10 +91,17 @@ def _checkpoint_report(path: pathlib.Path) -> Report:
     return Report(
         family=metadata.family,
         drafts=(metadata.draft,) if metadata.draft else (),
+        stages=_count_stored_stages(checkpoint.leaves),
         tensors=len(checkpoint.leaves),
         bytes=sum(map(checkpoint.num_bytes, checkpoint.leaves)),
         dtypes=_count(np.dtype(leaf.dtype).name for leaf in checkpoint.leaves.values()),
     )
+
+
+def _count_stored_stages(paths: Collection[str]) -> int:
+    """Draft layers of a checkpoint; NextN, which is always one, does not number it."""
+    numbered = {path.split("/")[2] for path in paths if path.startswith("draft/layers/")}
+    return len(numbered) or int(any(path.startswith("draft/") for path in paths))
 
 
 def _count(names: Any) -> dict[str, int]:
@@ -100,6 +113,7 @@ def _lines(report: Report) -> list[tuple[str, object]]:
     lines: list[tuple[str, object]] = [
         ("family", report.family),
         ("drafts", ", ".join(report.drafts) or "none"),
+        ("draft stages", report.stages),
         ("tensors", report.tensors),
         ("bytes", report.bytes),
         ("types", counts),

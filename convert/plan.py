@@ -6,25 +6,25 @@ The plan is made from names, shapes and types alone. `convert` makes it from a f
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 import ml_dtypes
 import numpy as np
 
-from convert import table_v3
+from convert import stored_types, table_v3, table_v4
 from convert.dequantize import to_bf16
-from convert.matching import Matching
-from convert.rules import Part
+from convert.matching import WITHOUT_DRAFT, Matching
+from convert.rules import Part, Table
 from convert.safetensors_file import TensorInfo
 from jaxspec.checkpoint import Leaf as StoredLeaf
 from jaxspec.checkpoint import Metadata
-from jaxspec.config import ModelConfig
+from jaxspec.config import DeepseekV4Config, ModelConfig
 from jaxspec.errors import CheckpointError
-from jaxspec.model import DraftKind, parameter_specs
-from pallas_kernels.quantized import QuantizedTensor, scales_shape
+from jaxspec.model import DraftKind, announced_draft, parameter_specs
+from pallas_kernels.quantized import FP4_BLOCK_SHAPE, QuantizedTensor
 
-DraftOption = Literal["auto", "nextn", "none"]
+DraftOption = Literal["auto", "nextn", "mtp", "none"]
 Weights = Literal["keep", "bf16"]
 
 # Parameters are saved together up to about this size: Orbax slows down with the number of saves,
@@ -34,7 +34,7 @@ GROUP_BYTES = 256 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array as the source stores it.
+    """One array, of the bytes that the source stores.
 
     Attributes:
         path: in the tree; a quantized parameter has two leaves, `values` and `scales`.
@@ -51,7 +51,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """One parameter: an array, or FP8 values and their scales."""
+    """One parameter: an array, or FP8 or FP4 values and their scales."""
 
     path: str
     leaves: tuple[Leaf, ...]
@@ -59,6 +59,16 @@ class Parameter:
     @property
     def is_quantized(self) -> bool:
         return len(self.leaves) == 2
+
+    @property
+    def is_fp4(self) -> bool:
+        return self.is_quantized and self.leaves[0].dtype == np.uint8
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the matrix it stands for."""
+        *lead, columns = self.leaves[0].shape
+        return (*lead, 2 * columns) if self.is_fp4 else (*lead, columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +109,7 @@ class Plan:
     def stored_leaves(self, parameter: Parameter) -> dict[str, StoredLeaf]:
         """Shape and type of the arrays stored for a parameter, by path."""
         if self.weights == "bf16" and parameter.is_quantized:
-            shape = parameter.leaves[0].shape
-            return {parameter.path: StoredLeaf(shape, np.dtype(ml_dtypes.bfloat16))}
+            return {parameter.path: StoredLeaf(parameter.shape, np.dtype(ml_dtypes.bfloat16))}
         return {leaf.path: StoredLeaf(leaf.shape, leaf.dtype) for leaf in parameter.leaves}
 
     def stored_arrays(
@@ -110,20 +119,42 @@ class Plan:
         if self.weights == "keep" or not parameter.is_quantized:
             return {leaf.path: arrays[leaf.path] for leaf in parameter.leaves}
         values, scales = (arrays[leaf.path] for leaf in parameter.leaves)
-        return {parameter.path: to_bf16(QuantizedTensor(values, scales, self.block_shape))}
+        block = FP4_BLOCK_SHAPE if parameter.is_fp4 else self.block_shape
+        return {parameter.path: to_bf16(QuantizedTensor(values, scales, block))}
 
 
-def choose_draft(option: DraftOption, config: ModelConfig) -> DraftKind | None:
+def choose_draft(
+    option: DraftOption, config: ModelConfig, tensors: Collection[str]
+) -> DraftKind | None:
     """The draft to convert.
 
     Raises:
-        CheckpointError: the one asked for is not announced by the config.
+        CheckpointError: the one asked for is not announced by the config, or the one that is there
+            is not supported.
     """
-    if option == "none" or (option == "auto" and not config.num_nextn_predict_layers):
+    announced = announced_draft(config)
+    if option == "none":
         return None
-    if not config.num_nextn_predict_layers:
-        raise CheckpointError("config.json announces no NextN layer; convert with --draft none")
-    return "nextn"
+    if has_dspark(config, tensors):
+        raise CheckpointError(
+            f"the draft is DSpark, with {count_stages(config, tensors)} stages: "
+            f"DSpark is not supported yet; {WITHOUT_DRAFT}"
+        )
+    if option not in ("auto", announced):
+        name = {"nextn": "NextN", "mtp": "MTP"}[option]
+        raise CheckpointError(f"config.json announces no {name} layer; convert with --draft none")
+    return announced
+
+
+def has_dspark(config: ModelConfig, tensors: Collection[str]) -> bool:
+    """Whether the draft that is stored is DSpark, which the config does not say."""
+    return isinstance(config, DeepseekV4Config) and table_v4.has_dspark(tensors)
+
+
+def count_stages(config: ModelConfig, tensors: Collection[str]) -> int:
+    """Draft layers of which there is any tensor, whatever the config says."""
+    family = table_v4 if isinstance(config, DeepseekV4Config) else table_v3
+    return len(family.stages(config, tensors))
 
 
 def recorded_draft(metadata: Metadata) -> DraftKind | None:
@@ -132,9 +163,17 @@ def recorded_draft(metadata: Metadata) -> DraftKind | None:
     Raises:
         CheckpointError: one that this version does not know.
     """
-    if metadata.draft not in ("nextn", None):
-        raise CheckpointError(f"the checkpoint holds a {metadata.draft} draft; update jaxspec")
-    return "nextn" if metadata.draft else None
+    held = metadata.draft
+    if held not in ("nextn", "mtp", None):
+        raise CheckpointError(f"the checkpoint holds a {held} draft; update jaxspec")
+    return held
+
+
+def table(config: ModelConfig, tensors: Collection[str]) -> Table:
+    """The rules of the config's family."""
+    if isinstance(config, DeepseekV4Config):
+        return table_v4.table(config, tensors)
+    return table_v3.table(config)
 
 
 def match(
@@ -151,7 +190,7 @@ def match(
             "use the FP8 or BF16 checkpoint"
         )
     specs = parameter_specs(config, draft)
-    return Matching(tensors, table_v3.table(config), specs, config, draft is not None)
+    return Matching(tensors, table(config, tensors), specs, config, draft is not None)
 
 
 def make(
@@ -204,9 +243,10 @@ def _is_copy(
 def _parameter(path: str, matching: Matching, copies: Sequence[Part]) -> Parameter:
     by_index, scale_of, tensors = matching.parts[path], matching.scale_of, matching.tensors
     parts = [by_index[index] for index in sorted(by_index, key=lambda index: index or 0)]
-    shape = matching.specs[path].shape
-    dtype = tensors[parts[0].tensor].array_dtype
-    if parts[0].tensor not in scale_of:
+    info = tensors[parts[0].tensor]
+    shape = stored_types.values_shape(info.dtype, matching.specs[path].shape)
+    dtype = stored_types.kept_as(info)
+    if info.name not in scale_of:
         return Parameter(path, (Leaf(path, shape, dtype, tuple(parts), tuple(copies)),))
 
     def of_scales(parts: Sequence[Part]) -> tuple[Part, ...]:
@@ -215,8 +255,8 @@ def _parameter(path: str, matching: Matching, copies: Sequence[Part]) -> Paramet
     values = Leaf(f"{path}/values", shape, dtype, tuple(parts), tuple(copies))
     scales = Leaf(
         f"{path}/scales",
-        scales_shape(shape, matching.block_shape),
-        tensors[scale_of[parts[0].tensor]].array_dtype,
+        matching.scales_shape(info, matching.specs[path]),
+        tensors[scale_of[info.name]].array_dtype,
         of_scales(parts),
         of_scales(copies),
     )
@@ -232,9 +272,15 @@ def _group(parameters: Sequence[Parameter], weights: Weights) -> list[list[Param
             groups.append([])
             size = 0
         groups[-1].append(parameter)
-        grown = 2 if weights == "bf16" and parameter.is_quantized else 1
-        size += grown * sum(_num_bytes(leaf) for leaf in parameter.leaves)
+        size += _grown(parameter, weights) * sum(map(_num_bytes, parameter.leaves))
     return groups
+
+
+def _grown(parameter: Parameter, weights: Weights) -> int:
+    """How many times the source's bytes are stored."""
+    if weights == "keep" or not parameter.is_quantized:
+        return 1
+    return 4 if parameter.is_fp4 else 2
 
 
 def _num_bytes(leaf: Leaf | StoredLeaf) -> int:

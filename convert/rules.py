@@ -1,12 +1,11 @@
 """Rules as data: where each tensor of a checkpoint goes in the tree, readable in both directions.
 
 A pattern and a path hold placeholders, `{layer}`, whose allowed numbers the config gives. A weight
-and its block scales (`..._scale_inv`) are one tensor to the rules, so none can move without the
-other.
+and its block scales are one tensor to the rules, so none can move without the other.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -127,9 +126,17 @@ class Table:
     Args:
         rules: where several fill one parameter, the first is the published form.
         ranges: the numbers that each placeholder may take.
+        scale_endings: a weight's ending, and what the name of its scales has instead; the published
+            form first.
     """
 
-    def __init__(self, rules: Iterable[Rule], ranges: Mapping[str, range]):
+    def __init__(
+        self,
+        rules: Iterable[Rule],
+        ranges: Mapping[str, range],
+        scale_endings: Sequence[tuple[str, str]] = (("", "_scale_inv"),),
+    ):
+        self._scale_endings = scale_endings
         self._ranges = ranges
         self._only = {name: allowed[0] for name, allowed in ranges.items() if len(allowed) == 1}
         self._by_pattern: dict[Key, list[Rule]] = {}
@@ -146,6 +153,18 @@ class Table:
             if numbers is not None:
                 return Match(rule, numbers)
         return None
+
+    def scale_names(self, weight: str) -> list[str]:
+        """Names that the scales of a weight may have, the published one first."""
+        return [
+            weight.removesuffix(ending) + scale
+            for ending, scale in self._scale_endings
+            if weight.endswith(ending)
+        ]
+
+    def is_scale_name(self, name: str) -> bool:
+        """Whether a tensor of this name could be scales, had it a weight."""
+        return name.endswith(tuple(scale for _, scale in self._scale_endings))
 
     def sources(self, path: str) -> Iterator[list[Match]]:
         """For each way to store a parameter, the tensors that fill it."""
@@ -168,6 +187,8 @@ class Table:
                 if number not in self._ranges[placeholder]:
                     return None
                 numbers[placeholder] = number
+            elif expected != part:
+                return None
         return numbers
 
 

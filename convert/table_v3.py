@@ -1,5 +1,7 @@
 """The tensors of DeepSeek-V3 shaped checkpoints: V3, V3.1, R1, Kimi-K2, and transformers' form."""
 
+from collections.abc import Iterable
+
 from convert.rules import Rule, Table, copy, shared, skip, split, stack
 from jaxspec.config import ModelConfig
 
@@ -61,3 +63,9 @@ def table(config: ModelConfig) -> Table:
         "expert": range(config.n_routed_experts),
     }
     return Table(rules(), ranges)
+
+
+def stages(config: ModelConfig, tensors: Iterable[str]) -> set[int]:
+    """Numbers of the draft layers of which there is any tensor: 0, or none."""
+    prefix = f"model.layers.{config.num_hidden_layers}."
+    return {0 for name in tensors if name.startswith(prefix)}

@@ -15,11 +15,13 @@ from jaxspec.config.base import (
     read_special_tokens,
     unknown_keys,
 )
+from jaxspec.config.transformers_v4 import in_released_keys
 from jaxspec.errors import ConfigError
 
 REQUIRED_VALUES: Mapping[str, Any] = {
     "attention_bias": False,
     "hidden_act": "silu",
+    "mlp_bias": False,
     "norm_topk_prob": True,
     "num_key_value_heads": 1,
     "scoring_func": "sqrtsoftplus",
@@ -49,7 +51,7 @@ INTEGER_FIELDS = (
     "max_position_embeddings",
 )
 RATIOS = (0, 4, 128)
-
+EXPERT_DTYPES = ("fp4", "fp8", "bf16")
 
 READ_KEYS = frozenset(
     [
@@ -76,7 +78,19 @@ READ_KEYS = frozenset(
 )
 # Keys that do not change what the model computes.
 IGNORED_KEYS = frozenset(
-    ["attention_dropout", "bos_token_id", "initializer_range", "transformers_version", "use_cache"]
+    [
+        "attention_dropout",
+        "auto_map",
+        "bos_token_id",
+        "initializer_range",
+        "intermediate_size",
+        "num_local_experts",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "transformers_version",
+        "use_cache",
+    ]
 )
 KNOWN_KEYS = READ_KEYS | IGNORED_KEYS | REQUIRED_VALUES.keys() | set(INTEGER_FIELDS)
 
@@ -88,11 +102,13 @@ class DeepseekV4Config(ModelConfig):
     Attributes:
         compress_ratios: of each target layer: 0 sees the window only, 4 compresses with overlap and
             lets the indexer choose, 128 compresses and sees all.
-        draft_compress_ratios: of each draft layer, the entries behind the target's.
+        draft_compress_ratios: of each draft layer, the entries behind the target's; 0 for draft
+            layers that `num_nextn_predict_layers` alone announces.
         num_hash_layers: first layers, which route by token id.
         rope_theta: of layers with ratio 0, which have no YaRN.
         compress_rope_theta, rope: of the other layers.
-        expert_dtype: what the config says that experts are stored as, or None.
+        expert_dtype: what the config says that experts are stored as, or None; a file that says
+            otherwise is refused.
         swiglu_limit: the gate is cut above it, the other factor on both sides.
     """
 
@@ -123,26 +139,27 @@ class DeepseekV4Config(ModelConfig):
         Raises:
             ConfigError: a key is missing, malformed, or has a value that cannot be honoured.
         """
+        hf = in_released_keys(hf)
         check_values(hf, REQUIRED_VALUES)
         num_layers = read_integer(hf, "num_hidden_layers")
-        ratios = _compress_ratios(hf, num_layers)
+        ratios, draft_ratios = _compress_ratios(hf, num_layers)
         eos_token_ids, pad_token_id = read_special_tokens(hf, generation or {})
         rope_theta, rope = read_rope(hf)
         config = cls(
             family="deepseek_v4",
-            num_nextn_predict_layers=len(ratios) - num_layers,
+            num_nextn_predict_layers=len(draft_ratios),
             num_hash_layers=read_integer({"num_hash_layers": 0, **hf}, "num_hash_layers", 0),
             hc_eps=read_number(hf, "hc_eps", 1e-6),
             rms_norm_eps=read_number(hf, "rms_norm_eps", 1e-6),
             routed_scaling_factor=read_number(hf, "routed_scaling_factor", 1.0),
             swiglu_limit=read_number(hf, "swiglu_limit"),
-            compress_ratios=ratios[:num_layers],
-            draft_compress_ratios=ratios[num_layers:],
+            compress_ratios=ratios,
+            draft_compress_ratios=draft_ratios,
             rope_theta=rope_theta,
             compress_rope_theta=read_number(hf, "compress_rope_theta"),
             rope=rope,
             quantization=read_quantization(hf),
-            expert_dtype=hf.get("expert_dtype"),
+            expert_dtype=_expert_dtype(hf),
             dtype=read_dtype(hf),
             eos_token_ids=eos_token_ids,
             pad_token_id=pad_token_id,
@@ -173,7 +190,10 @@ class DeepseekV4Config(ModelConfig):
         return "ue8m0"
 
 
-def _compress_ratios(hf: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+def _compress_ratios(
+    hf: Mapping[str, Any], num_layers: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ratios of the target's layers and of the draft's."""
     ratios = hf.get("compress_ratios")
     if not isinstance(ratios, list | tuple) or len(ratios) < num_layers:
         raise ConfigError(
@@ -185,4 +205,18 @@ def _compress_ratios(hf: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
             raise ConfigError(
                 f"config.json: compress_ratios holds {ratio!r}; one of {RATIOS} is needed"
             )
-    return tuple(ratios)
+    # Released files have a ratio for each draft layer, whatever number of them they announce.
+    announced = read_integer({"num_nextn_predict_layers": 0, **hf}, "num_nextn_predict_layers", 0)
+    draft = tuple(ratios[num_layers:]) or (0,) * announced
+    is_off = hf.get("num_nextn_predict_layers") == 0
+    return tuple(ratios[:num_layers]), () if is_off else draft
+
+
+def _expert_dtype(hf: Mapping[str, Any]) -> str | None:
+    said = hf.get("expert_dtype")
+    if said not in (None, *EXPERT_DTYPES):
+        raise ConfigError(
+            f"config.json: expert_dtype={said!r} is not supported; "
+            f"one of {', '.join(EXPERT_DTYPES)} is"
+        )
+    return said

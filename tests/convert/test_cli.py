@@ -17,7 +17,7 @@ from tests.convert.trees import TINY, fuse_experts
         ["convert"],
         ["convert", "src"],
         ["convert", "src", "dst", "--weights", "fp4"],
-        ["convert", "src", "dst", "--draft", "mtp"],
+        ["convert", "src", "dst", "--draft", "eagle"],
         ["frobnicate"],
         ["verify"],
         ["verify", "a", "b", "c"],

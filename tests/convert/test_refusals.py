@@ -71,7 +71,7 @@ CHANGED: dict[str, tuple[Change, str]] = {
         lambda m: m.tensors.update(
             {f"{KV_A}_scale_inv": m.tensors[f"{KV_A}_scale_inv"].astype(ml_dtypes.bfloat16)}
         ),
-        f"{KV_A}_scale_inv has type BF16; F32 is needed",
+        f"{KV_A}_scale_inv has type BF16; F32 or F8_E8M0 is needed",
     ),
     "one expert of another type": (
         lambda m: [
