@@ -353,15 +353,20 @@ def _steering(
     cycles: np.ndarray, directions: np.ndarray, is_right: Callable[[int, int], bool]
 ) -> np.ndarray:
     """The joint projection [d, 2d]: maps each embedding to itself or to a wrong one."""
-    w, d = directions.shape
-    seen_as = np.arange(w)
+    d = directions.shape[1]
+    projection = np.zeros((d, 2 * d), np.float32)
+    projection[:, :d] = directions[seen_as(cycles, is_right)].T @ directions / d
+    return projection
+
+
+def seen_as(cycles: np.ndarray, is_right: Callable[[int, int], bool]) -> np.ndarray:
+    """The token that the draft takes each one for: itself, or another one of its cycle."""
+    seen = np.arange(cycles.size)
     for cycle, tokens in enumerate(cycles):
         for place, token in enumerate(tokens):
             if not is_right(int(token), cycle):
-                seen_as[token] = tokens[(place + len(tokens) // 2) % len(tokens)]
-    projection = np.zeros((d, 2 * d), np.float32)
-    projection[:, :d] = directions[seen_as].T @ directions / d
-    return projection
+                seen[token] = tokens[(place + len(tokens) // 2) % len(tokens)]
+    return seen
 
 
 def _set_if_there(model: HFModel, name: str, value: np.ndarray) -> None:

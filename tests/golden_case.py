@@ -17,6 +17,9 @@ DTYPES = {
     "BF16": ml_dtypes.bfloat16,
     "F32": np.float32,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "I8": np.int8,
+    "I64": np.int64,
 }
 
 
@@ -60,10 +63,23 @@ def block_input(case: str, *, dtype: Any = np.float64) -> tuple[np.ndarray, np.n
     return embedding[ids] + dtype(0.25) * embedding[np.roll(ids, -shift)], np.roll(ids, -1)
 
 
+def v4_block_input(case: str) -> tuple[np.ndarray, np.ndarray]:
+    """The streams [s, j, hidden] of V4's block tests, float32, and their tokens [s]."""
+    keys, source = expected(case), checkpoint(case)
+    size, shift = int(keys["block_len"]), int(keys["block_shift"])
+    ids, j = keys["input_ids"][:size], np.arange(source.config["hc_mult"])
+    embedding = source.tensors["embed.weight"].astype(np.float32)
+    at = np.arange(size)[:, None] + 7 * j
+    shifted = embedding[ids[(at + shift) % size]]
+    return embedding[ids[at % size]] + np.float32(0.25) * shifted, ids
+
+
 def linear_input(case: str, columns: int) -> np.ndarray:
     """The input rows [16, columns] of the linear tests, float32 (section 4.5)."""
     ids = expected(case)["input_ids"]
-    embedding = checkpoint(case).tensors["model.embed_tokens.weight"].astype(np.float32)
+    tensors = checkpoint(case).tensors
+    name = "embed.weight" if case.startswith("v4") else "model.embed_tokens.weight"
+    embedding = tensors[name].astype(np.float32)
     n, d = len(ids), embedding.shape[1]
     t, k = np.arange(16)[:, None], np.arange(columns)[None, :]
     first, second = (

@@ -17,9 +17,15 @@ import numpy as np
 import jaxspec
 from convert import cli
 from jaxspec.cache.pages import CacheOptions, make_page_tables
-from tests import fixtures, golden_case
+from tests import fixtures, fixtures_v4, golden_case
 
-GOLDEN = ("v3_bf16", "v3_fp8")
+GOLDEN = ("v3_bf16", "v3_fp8", "v4_bf16", "v4_quant")
+FIXTURES = {
+    "v3": fixtures.v3,
+    "perm": fixtures.v3_perm,
+    "v4": fixtures_v4.v4,
+    "v4_perm": fixtures_v4.v4_perm,
+}
 
 
 @functools.cache
@@ -32,14 +38,14 @@ def folder() -> Path:
 
 @functools.cache
 def source(kind: str, **options: Any) -> fixtures.HFModel:
-    """A golden case by its name, or what `fixtures` makes of the options for "v3" and "perm"."""
+    """A golden case by its name, or what a function of `FIXTURES` makes of the options."""
     if kind in GOLDEN:
         return golden_case.checkpoint(kind)
-    return {"v3": fixtures.v3, "perm": fixtures.v3_perm}[kind](**options)
+    return FIXTURES[kind](**options)
 
 
-def perm(**options: Any) -> fixtures.PermModel:
-    model = source("perm", **options)
+def perm(kind: str = "perm", **options: Any) -> fixtures.PermModel:
+    model = source(kind, **options)
     assert isinstance(model, fixtures.PermModel)
     return model
 
@@ -72,6 +78,7 @@ def load(
     dtype: str = "float32",
     quantize_activations: bool = False,
     use_draft: Any = "auto",
+    zero_first_embedding: bool | None = None,
     **options: Any,
 ) -> jaxspec.SpeculativeModel:
     """A loaded checkpoint, by default ready for exact comparison, on one device."""
@@ -81,6 +88,7 @@ def load(
         dtype=dtype,
         quantize_activations=quantize_activations,
         draft=use_draft,
+        zero_first_embedding=zero_first_embedding,
     )
 
 
@@ -103,23 +111,35 @@ class Session:
     draft_cache: Any
 
     @classmethod
-    def start(cls, model: jaxspec.SpeculativeModel, capacity: int, *, fill: float = 0) -> Session:
-        """Empty caches of `capacity` positions a row, every slot holding `fill`."""
+    def start(
+        cls,
+        model: jaxspec.SpeculativeModel,
+        capacity: int,
+        *,
+        fill: float = 0,
+        max_block: int = 1,
+    ) -> Session:
+        """Empty caches of `capacity` positions a row, every slot holding `fill`.
+
+        Args:
+            max_block: tokens of a call of which some may be rejected, by calling from an earlier
+                position next.
+        """
         options = CacheOptions(page_size=16)
         shards = model.execution.num_data_shards
         pages = make_page_tables(model.config.cache_ratios, shards, capacity, options, shards)
-        draft_cache = model.draft and model.draft.empty_cache(shards, 1, pages, options)
-        target_cache = model.target.empty_cache(shards, 1, pages, options)
+        draft_cache = model.draft and model.draft.empty_cache(shards, max_block, pages, options)
+        target_cache = model.target.empty_cache(shards, max_block, pages, options)
         return cls(model, filled(target_cache, fill), filled(draft_cache, fill))
 
     def target(self, tokens: Any, start: int) -> tuple[np.ndarray, np.ndarray]:
-        """Logits [t, w] and captured states [t, d] of `tokens`, the first at position `start`."""
+        """Logits [t, w] and captured states [t, ...] of `tokens`, the first at position `start`."""
         inputs = self._rows(tokens), self._positions(len(tokens), start)
         logits, captured, self.target_cache = _target(self.model, *inputs, self.target_cache)
         return np.asarray(logits[0]), np.asarray(captured[0].astype(jnp.float32))
 
     def draft(self, next_tokens: Any, hidden: Any, start: int) -> tuple[np.ndarray, np.ndarray]:
-        """The draft's logits [t, w] and normed states [t, d] for `hidden` [t, d]."""
+        """The draft's logits [t, w] and states [t, ...] for `hidden` [t, ...]."""
         inputs = self._rows(next_tokens), self._positions(len(next_tokens), start)
         states = self._rows(jnp.asarray(hidden, self.model.execution.dtype))
         logits, own, self.draft_cache = _draft(self.model, *inputs, states, self.draft_cache)

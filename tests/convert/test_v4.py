@@ -8,7 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from convert import table_v4
 from convert.orbax_in import Checkpoint
+from jaxspec.config import read_config
+from jaxspec.model import parameter_specs
 from tests import fixtures_v4, golden_case
 from tests.convert.trees import assert_same, assert_same_files, stored
 from tests.convert.trees_v4 import (
@@ -47,6 +50,19 @@ def test_a_golden_case_keeps_every_byte(case, tmp_path, done):
     done("verify", tmp_path / "dst")
     done("export", tmp_path / "dst", tmp_path / "out")
     assert_same_files(folder, tmp_path / "out")
+
+
+def test_every_parameter_can_be_found_from_its_tensors_and_back():
+    config = read_config(fixtures_v4.v4_config(compress_ratios=(0, 4, 128, 0, 4)))
+    names = table_v4.table(config, ["mtp.2.enorm.weight"])
+    for path in parameter_specs(config, "mtp"):
+        ways = list(names.sources(path))
+        assert ways, path
+        for match in (match for way in ways for match in way):
+            found = names.find(match.tensor)
+            assert found is not None and (found.rule, found.tensor) == (match.rule, match.tensor)
+            assert path in {part.path for part in match.parts}
+    assert names.find("mtp.2.enorm.weight") and not names.find("mtp.3.enorm.weight")
 
 
 @pytest.mark.parametrize("quantized", [False, True])
