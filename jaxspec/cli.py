@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens drafted a step; 0 is plain decoding",
     )
-    add("--draft", choices=("auto", "nextn", "none"), default="auto", help="default: auto")
+    add("--draft", choices=("auto", "nextn", "mtp", "none"), default="auto", help="default: auto")
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the checkpoint's")
     add("--mesh", type=mesh_shape, metavar="DATA,MODEL", help="devices for rows and for weights")
     add("--page-size", type=int, default=64, metavar="N", help="tokens a cache page; default: 64")
