@@ -109,7 +109,7 @@ def unpack_fp4(packed: Any) -> Any:
 
 
 def quantize_blocks(
-    w: np.ndarray, block_shape: tuple[int, int] = (128, 128), scale_dtype=np.float32
+    w: np.ndarray, block_shape: tuple[int, int] = (128, 128), scale_dtype: Any = np.float32
 ) -> QuantizedTensor:
     """Quantizes matrices `[..., n, k]` on the host, block by block: scale = max|w| / 448.
 

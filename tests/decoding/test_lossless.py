@@ -1,6 +1,7 @@
 """Speculative greedy text is plain greedy text, whatever the draft is worth."""
 
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from tests.decoding import texts
 from tests.numpy_reference import Reference
 
 # One MoE layer behind a dense one keeps the programs small; all drafts share them.
-SIZE = {"num_hidden_layers": 2}
+SIZE: dict[str, Any] = {"num_hidden_layers": 2}
 DRAFTS = {
     "perfect": {"draft": "perfect"},
     "half": {"draft": "half"},
