@@ -95,8 +95,9 @@ class Reference:
         hidden = parts.hyper_head(streams, *self.mixes(f"{prefix}hc_head"), self.config)
         return self.norm(f"{prefix}norm", hidden) @ self.weight("head").T
 
-    def mixes(self, name: str) -> tuple[np.ndarray, ...]:
-        return tuple(self.tensor(f"{name}_{part}") for part in ("fn", "base", "scale"))
+    def mixes(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        fn, base, scale = (self.tensor(f"{name}_{part}") for part in ("fn", "base", "scale"))
+        return fn, base, scale
 
     def block(self, prefix: str, ratio: int, streams, tokens, notes: Outputs) -> np.ndarray:
         """One block on rows of positions 0..t-1; routing and choices go to `notes`."""
