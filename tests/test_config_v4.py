@@ -165,6 +165,7 @@ def test_the_newer_keys_of_transformers_say_the_same(hf):
 @pytest.mark.parametrize("case", ["v4_bf16", "v4_quant"])
 def test_golden_configs(case):
     config = read_config(golden_case.checkpoint(case).config)
+    assert isinstance(config, DeepseekV4Config)
     assert config.unknown_keys == () and config.num_nextn_predict_layers == 1
     assert config.expert_dtype == ("fp4" if case == "v4_quant" else None)
 
