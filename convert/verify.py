@@ -8,6 +8,7 @@ import numpy as np
 from convert import plan as planning
 from convert import record
 from convert.converter import read_group
+from convert.expert_ids import check_expert_ids
 from convert.orbax_in import Checkpoint
 from convert.plan import Plan
 from convert.progress import progress
@@ -34,6 +35,7 @@ def verify(source_name: str, path: pathlib.Path) -> str:
         checkpoint.metadata.weights,
         source.have_equal_bytes,
     )
+    check_expert_ids(source, plan, source.model_config())
     _refuse_other_arrays(checkpoint, plan, source_name)
     differing = _differing_skipped(path, source, plan)
     with progress("Comparing", plan.num_bytes) as advance:

@@ -47,7 +47,10 @@ def round_to_e2m1(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
     """
     size = jnp.abs(x)
     step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
-    return jnp.clip(jnp.round(x / step) * step, -E2M1_MAX, E2M1_MAX)
+    # Not x / step: XLA turns (a / scale) / step into a / (scale * step), and with the smallest
+    # scale that product is no normal float, so that a group of zeros would be 0 / 0.
+    per_step = jnp.where(size < 2, 2.0, jnp.where(size < 4, 1.0, 0.5))
+    return jnp.clip(jnp.round(x * per_step) * step, -E2M1_MAX, E2M1_MAX)
 
 
 @typechecked

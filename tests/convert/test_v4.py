@@ -212,14 +212,19 @@ def test_only_experts_may_be_packed(tmp_path, refused):
     assert f"{name} has type I8; BF16 or F16 or F32 or F8_E4M3 is needed" in line
 
 
-@pytest.mark.parametrize("form", ["mtp.0.{}.weight", "model.layers.2.{}.weight"])
-@pytest.mark.parametrize("names", [("emb.tok_emb", "head"), ("embed_tokens", "shared_head.head")])
-def test_copies_in_the_draft_are_stored_once(names, form, tmp_path, done):
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("mtp.0.emb.tok_emb", "mtp.0.head"),
+        ("model.layers.2.embed_tokens", "model.layers.2.shared_head.head"),
+    ],
+)
+def test_copies_in_the_draft_are_stored_once(names, tmp_path, done):
     """D11: with copies or without, the tree is the same; with them, both come back."""
     model = tiny(quantized=True)
     want = expected(model)
     for name, owner in zip(names, ("embed", "head"), strict=True):
-        model.tensors[form.format(name)] = model.tensors[f"{owner}.weight"]
+        model.tensors[f"{name}.weight"] = model.tensors[f"{owner}.weight"]
     source = model.write(tmp_path / "src", num_shards=2)
     assert "2 copies stored once" in done("convert", source, tmp_path / "dst").out
     assert_same(stored(tmp_path / "dst"), want)
@@ -288,7 +293,7 @@ def test_a_file_without_the_announced_draft_says_which_layers(form, tmp_path, do
     source = form(without_draft(model)).write(tmp_path / "src")
     line = refused("convert", source, tmp_path / "dst")
     assert "no tensor of mtp.0, mtp.1 (or model.layers.2, model.layers.3)" in line
-    assert "--draft none" in line and "more like this" not in line
+    assert "--draft none" in line and "inspect lists all" not in line
     report = json.loads(done("inspect", source, "--json").out)
     assert (report["drafts"], report["stages"], report["missing"]) == ([], 0, ["mtp.0, mtp.1"])
     done("convert", source, tmp_path / "dst", "--draft", "none")
@@ -298,10 +303,10 @@ def test_a_file_without_the_announced_draft_says_which_layers(form, tmp_path, do
 @pytest.mark.parametrize("integer", [np.int32, np.int64])
 def test_dequantizing_leaves_integers_and_float32_alone(integer, tmp_path, done):
     """D14: the table of ids is exact, and what is float32 stays float32."""
-    model = tiny(quantized=True, n_routed_experts=128)
+    model = tiny(quantized=True, n_routed_experts=16)
     name = "layers.0.ffn.gate.tid2eid"
     model.tensors[name] = model.tensors[name].astype(integer)
-    bias = (6.9 + 0.001 * (np.arange(128) - 64)).astype(np.float32)
+    bias = (6.9 + 0.001 * np.arange(16)).astype(np.float32)  # one value in BF16
     model.tensors["layers.1.ffn.gate.bias"] = model.tensors["mtp.0.ffn.gate.bias"] = bias
     source = model.write(tmp_path / "src")
     done("convert", source, tmp_path / "wide", "--weights", "bf16")
