@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -131,7 +132,7 @@ def test_hyper_connection_mixes(case):
     base, scale = (source.tensors[f"layers.0.hc_attn_{part}"] for part in ("base", "scale"))
     mixes = keys["unit/hc_mixes"]
     config = DeepseekV4Config.from_hf(source.config)
-    got = split_mixes(*(jnp.asarray(a) for a in (mixes, base, scale)), config)
+    got = split_mixes(jnp.asarray(mixes), jnp.asarray(base), jnp.asarray(scale), config)
     want = parts.split_mixes(mixes.astype(np.float64), base, scale, source.config)
     for name in ("pre", "post", "comb"):
         np.testing.assert_allclose(getattr(got, name), keys[f"unit/hc_{name}"], atol=1e-5)
@@ -142,7 +143,7 @@ def test_hyper_connection_gathers_and_spreads():
     """Rows of the mixing matrix are where a stream comes from, columns where it goes."""
     block = models.load("v4").target.layers[1]
     tensors, h, y = models.source("v4").tensors, normal(5, 4, 128), normal(5, 128)
-    weights = [tensors[f"layers.1.hc_ffn_{part}"] for part in ("fn", "base", "scale")]
+    weights: Any = [tensors[f"layers.1.hc_ffn_{part}"] for part in ("fn", "base", "scale")]
     want = parts.hyper_mix(h.astype(np.float64), *weights, HF_CONFIG)
     mix = block.hc_ffn.coefficients(jnp.asarray(h))
     gathered = block.hc_ffn.gather(jnp.asarray(h), mix)
@@ -203,7 +204,7 @@ def test_experts_are_clamped():
     shared = {"config": config, "execution": EXECUTION, "rngs": nnx.Rngs(0)}
     mlp = moe_v4.ClampedMLP(128, **shared)
     experts = moe_v4.ClampedExperts(**shared)
-    weights = [normal(128, 128) / 2 for _ in range(3)]
+    weights: Any = [normal(128, 128) / 2 for _ in range(3)]
     for name, value in zip(("w1", "w2", "w3"), weights, strict=True):
         getattr(mlp, name).weight.set_value(jnp.asarray(value))
         getattr(experts, name).weight.set_value(jnp.stack([jnp.zeros_like(value), value]))
