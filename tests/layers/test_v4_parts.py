@@ -131,7 +131,7 @@ def test_hyper_connection_mixes(case):
     base, scale = (source.tensors[f"layers.0.hc_attn_{part}"] for part in ("base", "scale"))
     mixes = keys["unit/hc_mixes"]
     config = DeepseekV4Config.from_hf(source.config)
-    got = split_mixes(*(jnp.asarray(a) for a in (mixes, base, scale)), config)
+    got = split_mixes(jnp.asarray(mixes), jnp.asarray(base), jnp.asarray(scale), config)
     want = parts.split_mixes(mixes.astype(np.float64), base, scale, source.config)
     for name in ("pre", "post", "comb"):
         np.testing.assert_allclose(getattr(got, name), keys[f"unit/hc_{name}"], atol=1e-5)
@@ -142,8 +142,8 @@ def test_hyper_connection_gathers_and_spreads():
     """Rows of the mixing matrix are where a stream comes from, columns where it goes."""
     block = models.load("v4").target.layers[1]
     tensors, h, y = models.source("v4").tensors, normal(5, 4, 128), normal(5, 128)
-    weights = [tensors[f"layers.1.hc_ffn_{part}"] for part in ("fn", "base", "scale")]
-    want = parts.hyper_mix(h.astype(np.float64), *weights, HF_CONFIG)
+    fn, base, scale = (tensors[f"layers.1.hc_ffn_{part}"] for part in ("fn", "base", "scale"))
+    want = parts.hyper_mix(h.astype(np.float64), fn, base, scale, HF_CONFIG)
     mix = block.hc_ffn.coefficients(jnp.asarray(h))
     gathered = block.hc_ffn.gather(jnp.asarray(h), mix)
     np.testing.assert_allclose(gathered, np.einsum("tj,tjd->td", want.pre, h), atol=1e-5)
@@ -203,14 +203,14 @@ def test_experts_are_clamped():
     shared = {"config": config, "execution": EXECUTION, "rngs": nnx.Rngs(0)}
     mlp = moe_v4.ClampedMLP(128, **shared)
     experts = moe_v4.ClampedExperts(**shared)
-    weights = [normal(128, 128) / 2 for _ in range(3)]
-    for name, value in zip(("w1", "w2", "w3"), weights, strict=True):
+    w1, w2, w3 = (normal(128, 128) / 2 for _ in range(3))
+    for name, value in {"w1": w1, "w2": w2, "w3": w3}.items():
         getattr(mlp, name).weight.set_value(jnp.asarray(value))
         getattr(experts, name).weight.set_value(jnp.stack([jnp.zeros_like(value), value]))
     x = normal(6, 128) * 4
-    gate, up = x @ weights[0].T, x @ weights[2].T
+    gate, up = x @ w1.T, x @ w3.T
     assert all(side.min() < -30 and side.max() > 30 for side in (gate, up))
-    want = parts.expert(x.astype(np.float64), *weights, limit)
+    want = parts.expert(x.astype(np.float64), w1, w2, w3, limit)
     np.testing.assert_allclose(mlp(jnp.asarray(x)), want, rtol=1e-4, atol=2e-3)
     got = experts(jnp.asarray(x), jnp.ones((6, 1), jnp.int32), jnp.full((6, 1), 0.5))
     np.testing.assert_allclose(got, want / 2, rtol=1e-4, atol=2e-3)
