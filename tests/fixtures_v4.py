@@ -15,7 +15,7 @@ import numpy as np
 from pallas_kernels.quantized import quantize_blocks
 from tests.fixtures import BF16, DRAFTS, HFModel, PermModel, hadamard, seen_as
 
-E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
+E8M0: Any = np.dtype(ml_dtypes.float8_e8m0fnu)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 V4_CONFIG: dict[str, Any] = {

@@ -204,7 +204,7 @@ def test_experts_are_clamped():
     mlp = moe_v4.ClampedMLP(128, **shared)
     experts = moe_v4.ClampedExperts(**shared)
     w1, w2, w3 = (normal(128, 128) / 2 for _ in range(3))
-    for name, value in (("w1", w1), ("w2", w2), ("w3", w3)):
+    for name, value in {"w1": w1, "w2": w2, "w3": w3}.items():
         getattr(mlp, name).weight.set_value(jnp.asarray(value))
         getattr(experts, name).weight.set_value(jnp.stack([jnp.zeros_like(value), value]))
     x = normal(6, 128) * 4
