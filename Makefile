@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/installed
 PYTHON = $(eval PYTHON := $$(shell scripts/find-python))$(PYTHON)
 NO_PYTHON = jaxspec needs Python 3.12 or newer with venv: install it (for example `pyenv install 3.12`, or `apt install python3.12-venv`) and run make again
 
-.PHONY: demo test slow lint types format clean
+.PHONY: demo test slow exhaustive lint types format clean
 .SILENT:
 
 demo: $(INSTALLED)
@@ -16,7 +16,10 @@ test: $(INSTALLED)
 	$(BIN)/pytest -q -n 2
 
 slow: $(INSTALLED)
-	$(BIN)/pytest -q -m slow
+	$(BIN)/pytest -q -n 2 -m slow
+
+exhaustive: $(INSTALLED)
+	$(BIN)/pytest -q -n 2 -m exhaustive
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

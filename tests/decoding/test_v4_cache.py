@@ -58,8 +58,8 @@ def split_logits(prefix: int, length: int) -> np.ndarray:
     "length, prefixes",
     [
         (9, [0, 6]),
-        pytest.param(9, range(10), marks=pytest.mark.slow),
-        pytest.param(130, [*range(1, 10), 63, *range(124, 130)], marks=pytest.mark.slow),
+        pytest.param(9, range(10), marks=pytest.mark.exhaustive),
+        pytest.param(130, [*range(1, 10), 63, *range(124, 130)], marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_split_of_a_prompt(length, prefixes):
@@ -74,7 +74,7 @@ def test_every_split_of_a_prompt(length, prefixes):
     [
         range(6, 10),
         *(
-            pytest.param(around, marks=pytest.mark.slow)
+            pytest.param(around, marks=pytest.mark.exhaustive)
             for around in (range(1, 6), range(14, 22), range(120, 132), range(250, 260))
         ),
     ],
@@ -137,7 +137,7 @@ def test_unused_slots_may_hold_anything():
         np.testing.assert_array_equal(clean, beside_nan)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_pool_full_of_nan_changes_no_text(monkeypatch):
     """D35: rows of unlike lengths that end at different times."""
 

@@ -57,7 +57,7 @@ def check(
         ("contextual", 3),
         ("contextual", 8),
         *(
-            pytest.param(draft, depth, marks=pytest.mark.slow)
+            pytest.param(draft, depth, marks=pytest.mark.exhaustive)
             for draft in DRAFTS
             for depth in range(1, 9)
             if depth != 3 and (draft, depth) != ("contextual", 8)
@@ -78,7 +78,7 @@ def test_text_is_the_targets(draft, depth):
         assert 0 < accepted.sum() < proposed.sum()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("lengths", [tuple(range(1, 10)), (126, 127, 128, 129, 130), (300, 16)])
 @pytest.mark.parametrize("draft", ["half", "random", "contextual"])
 def test_prompts_of_every_phase(draft, lengths):
@@ -86,7 +86,7 @@ def test_prompts_of_every_phase(draft, lengths):
         check(draft, depth, lengths, new=40)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("depth, page_size", [(5, 4), (9, 4), (5, 1)])
 def test_pages_that_end_inside_a_block_of_drafts(depth, page_size):
     """D34: small pages, of 1 and 4 entries; an entry is 4 positions or 128."""
@@ -108,7 +108,7 @@ def test_text_is_the_references():
         assert logits.argmax(-1).tolist() == got
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rows_of_unlike_drafts_in_one_batch():
     """D32: the prompt steers the draft: one row accepts all, one nothing, the others some."""
     source = models.perm("v4_perm", **DRAFTS["steered"], **SIZE)
@@ -120,7 +120,7 @@ def test_rows_of_unlike_drafts_in_one_batch():
     assert all(0 < accepted[row] < proposed[row] for row in (2, 3))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_row_is_the_same_in_any_batch():
     """D31, D32: alone, in a batch, and in the batch turned around: same text, same counts."""
     prompts = texts.prompts(LENGTHS)
@@ -136,7 +136,7 @@ def test_a_row_is_the_same_in_any_batch():
         assert outcome([prompt]) == together[row : row + 1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh_shape", [(4, 2), (2, 4)])
 def test_text_on_a_mesh(mesh_shape):
     """Rows are padded to the data axis; o_groups, which heads share, divides by 2 only."""

@@ -78,7 +78,7 @@ def test_a_mesh_that_does_not_divide_is_refused(options, mesh_shape, message):
         models.load("v4", mesh_shape=mesh_shape, compress_ratios=(0, 4, 0), **options)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh_shape", [(4, 2), (2, 4), (1, 4)])
 def test_a_mesh_that_cuts_through_blocks(mesh_shape):
     """D38: expert and shared widths of half a block a device give one device's logits."""

@@ -25,14 +25,16 @@ VARIANTS = {
 }
 MESH = (4, 2)
 
+LARGER = pytest.param("v4_bf16", marks=pytest.mark.exhaustive)
+
 
 def variants(*fast: str) -> pytest.MarkDecorator:
-    """All variants, on one device and on eight; those not named are slow."""
+    """All variants, on one device and on eight; those not named are exhaustive."""
     cases = []
     for name, (case, variant) in VARIANTS.items():
         for mesh_shape in (None, MESH):
             label = f"{name}, 8 devices" if mesh_shape else name
-            marks = [] if label in fast else [pytest.mark.slow]
+            marks = [] if label in fast else [pytest.mark.exhaustive]
             cases.append(pytest.param(case, variant, mesh_shape, id=label, marks=marks))
     return pytest.mark.parametrize("case, variant, mesh_shape", cases)
 
@@ -96,12 +98,12 @@ def test_prefill_and_single_steps(case, variant, mesh_shape):
     [
         ("v4_bf16", "f32", 34),
         *(
-            pytest.param("v4_bf16", variant, chunk, marks=pytest.mark.slow)
+            pytest.param("v4_bf16", variant, chunk, marks=pytest.mark.exhaustive)
             for variant in ("f32", "f32_sim")
             for chunk in (1, 2, 11, 17, 187)
         ),
         *(
-            pytest.param("v4_quant", variant, chunk, marks=pytest.mark.slow)
+            pytest.param("v4_quant", variant, chunk, marks=pytest.mark.exhaustive)
             for variant in ("f32", "f32_full")
             for chunk in (1, 6, 41, 123)
         ),
@@ -174,7 +176,7 @@ def test_draft_takes_committed_rows_where_its_chain_has_written(case, variant, m
     check_logits(np.stack(forced), keys[f"{variant}/mtp_decode_logits"], variant)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ["v4_quant", "v4_bf16"])
 def test_propose_chains(case):
     keys = golden.expected(case)
@@ -184,7 +186,7 @@ def test_propose_chains(case):
     np.testing.assert_array_equal(proposal.tokens[0], keys["f32/mtp_chain_tokens"])
 
 
-@pytest.mark.parametrize("case", ["v4_quant", pytest.param("v4_bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["v4_quant", LARGER])
 def test_the_first_embedding_is_zeroed_unless_told_otherwise(case):
     keys = golden.expected(case)
     tokens = jnp.asarray(keys["input_ids"])[None, :33]
@@ -207,7 +209,7 @@ BF16_NOISE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["v4_quant", pytest.param("v4_bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["v4_quant", LARGER])
 def test_bfloat16_is_as_near_as_deepseeks_own(case):
     keys, variant = golden.expected(case), VARIANTS[f"{case} simulated"][1]
     model = models.load(
@@ -259,8 +261,8 @@ def run_block(block, streams, tokens, cache, page_table):
     [
         ("v4_bf16", "f32"),
         ("v4_quant", "f32_full"),
-        pytest.param("v4_bf16", "f32_sim", marks=pytest.mark.slow),
-        pytest.param("v4_quant", "f32", marks=pytest.mark.slow),
+        pytest.param("v4_bf16", "f32_sim", marks=pytest.mark.exhaustive),
+        pytest.param("v4_quant", "f32", marks=pytest.mark.exhaustive),
     ],
 )
 def test_layers_experts_and_entries(case, variant):
@@ -290,9 +292,9 @@ def test_layers_experts_and_entries(case, variant):
     "case, variant",
     [
         ("v4_quant", "f32_full"),
-        pytest.param("v4_quant", "f32", marks=pytest.mark.slow),
-        pytest.param("v4_bf16", "f32", marks=pytest.mark.slow),
-        pytest.param("v4_bf16", "f32_sim", marks=pytest.mark.slow),
+        pytest.param("v4_quant", "f32", marks=pytest.mark.exhaustive),
+        pytest.param("v4_bf16", "f32", marks=pytest.mark.exhaustive),
+        pytest.param("v4_bf16", "f32_sim", marks=pytest.mark.exhaustive),
     ],
 )
 def test_blocks_alone(case, variant):
