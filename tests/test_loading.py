@@ -166,7 +166,7 @@ def test_folders_that_are_no_checkpoint_are_refused(tmp_path):
     "options, error, message",
     [
         ({"draft": "eagle"}, jaxspec.RequestError, "draft='eagle'"),
-        ({"dtype": "int8"}, jaxspec.RequestError, "dtype=int8"),
+        ({"dtype": "int8"}, jaxspec.RequestError, "dtype=.int8."),
         ({"kernels": "mosaic_gpu"}, NotImplementedError, "mosaic_gpu"),
     ],
     ids=["draft", "dtype", "kernels"],

@@ -55,7 +55,7 @@ def check(
         ("half", 3),
         ("random", 3),
         ("contextual", 3),
-        ("contextual", 8),
+        pytest.param("contextual", 8, marks=pytest.mark.slow),
         *(
             pytest.param(draft, depth, marks=pytest.mark.exhaustive)
             for draft in DRAFTS

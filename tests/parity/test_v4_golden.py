@@ -209,7 +209,7 @@ BF16_NOISE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["v4_quant", LARGER])
+@pytest.mark.parametrize("case", [pytest.param("v4_quant", marks=pytest.mark.slow), LARGER])
 def test_bfloat16_is_as_near_as_deepseeks_own(case):
     keys, variant = golden.expected(case), VARIANTS[f"{case} simulated"][1]
     model = models.load(
@@ -291,7 +291,7 @@ def test_layers_experts_and_entries(case, variant):
 @pytest.mark.parametrize(
     "case, variant",
     [
-        ("v4_quant", "f32_full"),
+        pytest.param("v4_quant", "f32_full", marks=pytest.mark.slow),
         pytest.param("v4_quant", "f32", marks=pytest.mark.exhaustive),
         pytest.param("v4_bf16", "f32", marks=pytest.mark.exhaustive),
         pytest.param("v4_bf16", "f32_sim", marks=pytest.mark.exhaustive),
