@@ -72,7 +72,7 @@ def parameter_sharding(
     """
     if mesh is None:
         return None
-    spec = [LOGICAL_TO_MESH.get(axis) if axis else None for axis in axes]
+    spec = partition_spec(axes)
     cut = [
         name if name and size % mesh.shape[name] == 0 else None
         for name, size in zip(spec, shape, strict=True)
